@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -27,7 +26,7 @@ def world() -> dist.ProcessGroup:
     return cast(dist.ProcessGroup, dist.group.WORLD)
 
 
-def override(module: object, **attributes: Callable | None) -> None:
-    """Replace methods of one object, such as a module."""
+def override(owner: object, **attributes: object) -> None:
+    """Replace methods or attributes of an object, such as one module."""
     for name, value in attributes.items():
-        setattr(module, name, value)
+        setattr(owner, name, value)

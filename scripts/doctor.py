@@ -222,7 +222,12 @@ def look_compiler(in_environment):
 
 
 def look_packages():
-    """Parts of the course that not everybody installs."""
+    """Packages of the course that not everybody installs."""
+    if importlib.util.find_spec("jupyterlab") is None:
+        yield None, (
+            "No JupyterLab: this environment has only what a node needs. For the notebooks: .venv/bin/pip install -e "
+            "'.[lab]'"
+        )
     if importlib.util.find_spec("transformers") is None:
         yield None, (
             "No transformers: notebooks 01, 08 and 10b skip their comparisons with it. .venv/bin/pip install -e '.[hf]'"

@@ -1,4 +1,4 @@
-"""What checks of exercises use: advice in place of a stack, memory with guard bands, kernels that must be kernels."""
+"""Tools of the checks of exercises: advice in place of a stack, guard bands around memory, proof that kernels ran."""
 
 from course_kit.checks.advice import CheckFailed
 from course_kit.checks.frame import check, reference, setup

@@ -22,7 +22,7 @@ class CheckFailed(AssertionError):
 
 
 def is_report(error: BaseException) -> bool:
-    """Return whether an error tells its own place and cause, as those of ranks do (notebook 03); a stack would hide
+    """Return whether an error names its line and cause itself, as those of ranks do (notebook 03); a stack would hide
     them.
     """
     return hasattr(error, "_render_traceback_")
@@ -49,16 +49,16 @@ def advice(exercise: str, in_library: bool = False) -> Iterator[None]:
         hint = "" if is_report(error) else ". Run the exercise's cell first, and the cells above it"
         raise CheckFailed(f"Exercise {exercise}: {error}{hint}") from None
     except (AssertionError, CellError) as error:
-        told = str(error)
-        if in_library and not told:
-            told = f"an assertion of yours fails{at_line(error)}"
-        raise CheckFailed(f"Exercise {exercise}: {told}") from None
+        message = str(error)
+        if in_library and not message:
+            message = f"an assertion of yours fails{at_line(error)}"
+        raise CheckFailed(f"Exercise {exercise}: {message}") from None
     except Exception as error:
-        told = str(error) if is_report(error) else f"{type(error).__name__}: {error}"
+        message = str(error) if is_report(error) else f"{type(error).__name__}: {error}"
         at = at_line(error)
         who = "" if is_report(error) else "your code raised " if at else "the check met "
-        more = "" if at or is_report(error) else ". Does your code return what its docstring says?"
-        raise CheckFailed(f"Exercise {exercise}: {who}{told}{more}{at}") from error
+        extra = "" if at or is_report(error) else ". Does your code return what its docstring says?"
+        raise CheckFailed(f"Exercise {exercise}: {who}{message}{extra}{at}") from error
 
 
 def at_line(error: BaseException) -> str:
@@ -68,8 +68,9 @@ def at_line(error: BaseException) -> str:
     from course_kit.ranks.outcome import frames_to
     from course_kit.ranks.report import is_course_code, where
 
-    stack = [[frame.filename, frame.lineno, frame.name] for frame in frames_to(error)]
-    stack = [each for each in stack if not each[0].startswith(KIT)]
-    if is_report(error) or not any(is_course_code(file) for file, *_ in stack):
+    stack = [
+        [frame.filename, frame.lineno, frame.name] for frame in frames_to(error) if not frame.filename.startswith(KIT)
+    ]
+    if is_report(error) or not any(is_course_code(str(file)) for file, *_ in stack):
         return ""
     return f"\n  {where(stack)}"

@@ -49,7 +49,7 @@ def check(exercise: str) -> None:
         raise ValueError(f"there is no exercise {exercise!r}; name it as its heading does, such as 04.6")
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     if shell is None:
-        raise CheckFailed(f'check("{exercise}") looks for your answer in a notebook, and this is none')
+        raise CheckFailed(f'check("{exercise}") looks for your answer in a notebook, and this is not a notebook')
     with advice(exercise):  # an answer that was not run is none: what is noted of an earlier one, and installed, stays
         cells = cells_of(exercise, run_cells(shell))
     run(exercise, cells, shell.user_ns)
@@ -59,7 +59,7 @@ def check(exercise: str) -> None:
 def reference(exercise: str) -> Iterator[None]:
     """Have the library run the reference of an exercise, inside, whatever answer has passed."""
     if exercise not in targets_by_exercise():
-        raise ValueError(f"{exercise} is no exercise whose answer goes into the library")
+        raise ValueError(f"{exercise} is not an exercise whose answer goes into the library")
     with without(exercise):
         yield
 
@@ -76,8 +76,8 @@ def setup(chapter: str) -> None:
     if "IPython" in sys.modules and (shell := sys.modules["IPython"].get_ipython()):
         rename_in_kernel(shell)
     back, changed = [], []
-    for exercise, cells, found in saved_answers(folder, chapter):
-        how = state(folder, exercise, found) if exercise in targets_by_exercise() else None
+    for exercise, cells, result in saved_answers(folder, chapter):
+        how = state(folder, exercise, result) if exercise in targets_by_exercise() else None
         changed += [exercise] if how == "changed" else []
         if how == "passes":
             with contextlib.suppress(Exception):
@@ -104,34 +104,34 @@ def check_module(exercise: str) -> str | None:
 @functools.cache
 def targets_by_exercise() -> dict[str, dict[str, list[str]]]:
     """For each exercise, as the library's owner comments say: names of definitions, by directive ("a.b:Class")."""
-    found: dict[str, dict[str, list[str]]] = {}
+    result: dict[str, dict[str, list[str]]] = {}
     for file in sorted(LIBRARY.rglob("*.py")):
         text = file.read_text(encoding="utf-8")
         for each in owned(text) if "# exercise " in text else ():
             module = ".".join(file.relative_to(LIBRARY).with_suffix("").parts)
             if each.exercise:
                 target = module + (f":{each.cls}" if each.cls else "")
-                found.setdefault(each.exercise, {}).setdefault(target, []).append(each.name)
-    return found
+                result.setdefault(each.exercise, {}).setdefault(target, []).append(each.name)
+    return result
 
 
 def run_cells(shell) -> Cells:
     """Return the cells that a kernel has run, the last one first; their files are those that its errors name."""
     raws, codes = shell.history_manager.input_hist_raw, shell.history_manager.input_hist_parsed
-    found = []
+    result = []
     for number in range(len(raws) - 1, 0, -1):
         name = shell.compile.get_code_name(raws[number], codes[number], number)
-        found.append((raws[number], name))
-    return found
+        result.append((raws[number], name))
+    return result
 
 
-def cells_of(exercise: str, ran: Cells) -> Cells:
-    """Of the cells that were run, those that hold the answer to an exercise: for each of its targets, the last one."""
+def cells_of(exercise: str, executed: Cells) -> Cells:
+    """Return, of the cells that were run, the last one for each target of an exercise."""
     targets = targets_by_exercise().get(exercise)
     if not targets:
         wanted = set(inspect.signature(check_function(exercise)).parameters)
-        return [next((cell for cell in ran if wanted & names_of(cell[0])), None)] if wanted else []
-    return [cell_for(target, names, ran) for target, names in targets.items()]
+        return [cell for cell in executed if wanted & names_of(cell[0])][:1]
+    return [cell_for(target, names, executed) for target, names in targets.items()]
 
 
 def names_of(source: str) -> set[str]:
@@ -142,14 +142,14 @@ def names_of(source: str) -> set[str]:
         return set()
 
 
-def cell_for(target: str, names: list[str], ran: Cells) -> tuple[str, str]:
+def cell_for(target: str, names: list[str], executed: Cells) -> tuple[str, str]:
     """Return the last cell that was run for a target and that has one of its names.
 
     Raises CheckFailed where a later one looks like an answer to it, too, and where there is none.
     """
     directive = f"#| export {target}"
     closest = None
-    for written, file in ran:
+    for written, file in executed:
         source = renamed(plain(written))
         lines = source.split("\n")
         named = [re.sub(r"^\s*#\s*\|\s*export\W*", "", line).strip() for line in lines if LOOKS_LIKE_EXPORT.match(line)]
@@ -179,7 +179,9 @@ def all_names(target: str) -> set[str]:
 
 def check_function(exercise: str) -> Callable:
     """Return the function that checks an exercise."""
-    return importlib.import_module(check_module(exercise)).check
+    module = check_module(exercise)
+    assert module is not None
+    return importlib.import_module(module).check
 
 
 def run(exercise: str, cells: Cells, namespace: dict) -> None:
@@ -199,7 +201,7 @@ def run(exercise: str, cells: Cells, namespace: dict) -> None:
                     install(Answer(exercise, tuple(cells)))
                     check_function(exercise)()
             else:
-                of_cells = "-".join(digest(source) for source, _ in filter(None, cells))
+                of_cells = "-".join(digest(source) for source, _ in cells)
                 check_function(exercise)(**arguments(exercise, namespace))
         passed = True
     finally:
@@ -212,20 +214,20 @@ def run(exercise: str, cells: Cells, namespace: dict) -> None:
 
 def labels(targets: dict[str, list[str]]) -> list[str]:
     """Return the definitions of targets, as "make_buckets" or "Bucket.launch"."""
-    holders = {target: target.partition(":")[2] for target in targets}
-    return [f"{holders[target]}.{name}".lstrip(".") for target, names in targets.items() for name in names]
+    owners = {target: target.partition(":")[2] for target in targets}
+    return [f"{owners[target]}.{name}".lstrip(".") for target, names in targets.items() for name in names]
 
 
 def fitting(exercise: str, cells: Cells, targets: dict[str, list[str]]) -> list[ExportedCell]:
     """Return the cells, read, after a look at whether they have all that the exercise asks for and fit the library."""
-    found = {}
+    result = {}
     for source, file in cells:
         cell = read(source, shown(file))
         if cell is None or cell.target not in targets:
             raise CheckFailed(f"the first line of the cell should be '#| export {' or '.join(targets)}'")
-        found[cell.target] = cell
+        result[cell.target] = cell
     for target, names in targets.items():
-        cell = found.get(target)
+        cell = result.get(target)
         if cell is None:
             raise CheckFailed(f"run the exercise's cell first: it begins with '#| export {target}'")
         if missing := [name for name in names if name not in cell.definitions]:
@@ -238,7 +240,7 @@ def fitting(exercise: str, cells: Cells, targets: dict[str, list[str]]) -> list[
             if other != exercise and (both := [name for name in theirs.get(target, ()) if name in cell.definitions]):
                 raise CheckFailed(f"one exercise in a cell: {both[0]} is that of {other}")
         check_fits(inspect.getsource(library_module(cell.module)), cell, learners=True)
-    return list(found.values())
+    return list(result.values())
 
 
 def shown(file: str) -> str:
@@ -262,16 +264,16 @@ def explaining(exercise: str, cells: Cells) -> Iterator[None]:
     try:
         yield
     except CellError as error:
-        told = str(error)
+        report = str(error)
         for _, file in cells:
-            told = told.replace(file, shown(file))
-        raise CellError(told) from None
+            report = report.replace(file, shown(file))
+        raise CellError(report) from None
     except NameError as error:
         if getattr(error, "name", None) and not hasattr(error, "_render_traceback_"):
             raise NameError(f"{error}, in the library's module, where your code runs") from error
         raise
     except RecursionError as error:
-        names = {name for found in targets_by_exercise()[exercise].values() for name in found}
+        names = {name for result in targets_by_exercise()[exercise].values() for name in result}
         stack = [(frame.filename, frame.name) for frame in traceback.extract_tb(error.__traceback__)[-40:]]
         files = {file for _, file in cells}
         if any(file in files and name in names for file, name in stack):

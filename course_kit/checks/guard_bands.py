@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from course_kit.checks.advice import CheckFailed
 
 BAND_BYTES = 64 * 1024  # one row of 16k float32 numbers, the largest block a program of this course holds
-SAME_SIZE_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes an element
+SAME_SIZE_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per element
 UNWRITTEN = {"empty", "empty_permuted", "empty_strided", "empty_like", "new_empty", "new_empty_strided"}
 FILLED = {"zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "full", "full_like", "new_full"}
 METADATA = {"is_same_size", "promote_types", "record_stream", "result_type", "set_"}
@@ -50,14 +50,14 @@ class Band:
         before = [position - self.start for position in where if position < self.start]
         between = [position - self.start for position in where if self.start <= position < self.end]
         after = [position - self.end for position in where if position >= self.end]
-        found = []
+        outcome = []
         if before:
-            found.append(f"{len(before)} elements before its start, the nearest at offset {before[-1]}")
+            outcome.append(f"{len(before)} elements before its start, the nearest at offset {before[-1]}")
         if between:
-            found.append(f"{len(between)} elements in the gaps between its rows, the first at offset {between[0]}")
+            outcome.append(f"{len(between)} elements in the gaps between its rows, the first at offset {between[0]}")
         if after:
-            found.append(f"{len(after)} elements after its end, the first at offset +{after[0]} past the end")
-        return " and ".join(found)
+            outcome.append(f"{len(after)} elements after its end, the first at offset +{after[0]} past the end")
+        return " and ".join(outcome)
 
 
 def band_round(x: torch.Tensor, number: int) -> Band:
@@ -67,7 +67,7 @@ def band_round(x: torch.Tensor, number: int) -> Band:
     front of the table, which is NaN). Buffers of different `number` have different NaNs, as far as the type has
     enough of them: a kernel that reads one band and stores it into another must not go unseen.
     """
-    span = 1 + sum((size - 1) * stride for size, stride in zip(x.size(), x.stride()))
+    span = 1 + sum((size - 1) * stride for size, stride in zip(x.size(), x.stride(), strict=True))
     band = BAND_BYTES // x.element_size()
     sentinel = -1 - number % 100 if x.dtype.is_floating_point and x.element_size() > 1 else -1
     integer = SAME_SIZE_INTEGER[x.element_size()]
@@ -154,7 +154,7 @@ class GuardBands(TorchDispatchMode):
         return band.tensor
 
     def guarded(self, x: torch.Tensor) -> torch.Tensor:
-        """As the function `guarded`, and `check` looks round it too: for a kernel that writes into its input."""
+        """Return a guarded copy that `check` examines too: for a kernel that writes into its input."""
         if not can_be_banded(x):
             return x
         band = banded_copy(x, number=0)
@@ -165,9 +165,9 @@ class GuardBands(TorchDispatchMode):
         """Raises CheckFailed where something was written round a tensor: which tensor, which side, which offset."""
         for name, band in self.bands.items():
             with _disable_current_modes():
-                found = band.overwritten()
-            if found:
-                raise CheckFailed(f"{name}: a kernel wrote {found}. Give its tl.store a mask")
+                outcome = band.overwritten()
+            if outcome:
+                raise CheckFailed(f"{name}: a kernel wrote {outcome}. Give its tl.store a mask")
 
 
 def run_inside(func, args, kwargs):

@@ -1,4 +1,4 @@
-"""What watches an answer in a check: reads of a tensor's value on the host, results that arrive late, ranks made up, a
+"""Watchers of an answer in a check: reads of a tensor's value on the host, results that arrive late, ranks made up, a
 promised error.
 """
 
@@ -31,14 +31,15 @@ class SizesFit(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         collective = {"c10d::_allgather_base_": "all-gather", "c10d::_reduce_scatter_base_": "reduce-scatter"}
         if name := collective.get(function._schema.name):
-            output, given, n = *args[:2], dist.ProcessGroup.unbox(args[2]).size()
+            output, given = args[:2]
+            n = dist.ProcessGroup.unbox(args[2]).size()
             pair = {"input": given, "output": output}
             short, long = pair if name == "all-gather" else reversed(pair)
             shape = pair[short].shape if pair[short].dim() else (1,)
             wanted = [n * shape[0], *shape[1:]]
-            found = " and an ".join(f"{word} of {list(each.shape)}, {each.dtype}" for word, each in pair.items())
+            sizes = " and an ".join(f"{word} of {list(each.shape)}, {each.dtype}" for word, each in pair.items())
             assert list(pair[long].shape) == wanted and given.dtype == output.dtype, (
-                f"the {name} has an {found}: "
+                f"the {name} has an {sizes}: "
                 f"in a group of {n} an {short} of {list(shape)} takes an {long} of {wanted}, of the same dtype"
             )
         return function(*args, **(kwargs or {}))
@@ -61,16 +62,16 @@ def two_more_ranks(theirs: float) -> Iterator[list[tuple]]:
 class LateWork:
     """A work whose result arrives with wait(): until then there is NaN in its place (what was there, of integers)."""
 
-    def __init__(self, name: str, work: dist.Work, output: torch.Tensor, own: torch.Tensor):
+    def __init__(self, name: str, work: dist.Work, output: torch.Tensor, local: torch.Tensor):
         self.name, self.output, self.waited = name, output.data, False
-        is_part = own is not output and own.untyped_storage()._cdata == output.untyped_storage()._cdata
-        kept = own.detach().clone() if is_part else None  # an all-gather in place leaves a rank's own part as it is
+        is_part = local is not output and local.untyped_storage()._cdata == output.untyped_storage()._cdata
+        saved = local.detach().clone() if is_part else None  # an all-gather in place leaves this rank's part as it is
         work.wait()
         self.result = self.output.clone()
         if output.is_floating_point():
             self.output.fill_(torch.nan)
-        if is_part:
-            own.data.copy_(kept)
+        if saved is not None:
+            local.data.copy_(saved)
 
     def wait(self, *timeout) -> bool:
         """Have the result where it belongs."""
@@ -101,8 +102,8 @@ def late_results() -> Iterator[list[LateWork]]:
             work = plain[name](output, *args, async_op=async_op, **kwargs)
             if work is None or not async_op:
                 return work
-            own = args[0] if args and torch.is_tensor(args[0]) else output
-            works.append(LateWork(re.sub("_(into_tensor|tensor|single)$", "", name), work, output, own))
+            local = args[0] if args and torch.is_tensor(args[0]) else output
+            works.append(LateWork(re.sub("_(into_tensor|tensor|single)$", "", name), work, output, local))
             return works[-1]
 
         return start

@@ -10,6 +10,8 @@ difference. (Trained models have such channels: Dettmers et al. 2022, LLM.int8()
 Activations.)
 """
 
+from typing import cast
+
 import torch
 from torch import nn
 
@@ -18,7 +20,7 @@ from course_lib.fp8.linear import Fp8Linear, Fp8LinearFunction
 from course_lib.fp8.operands import Casts
 from course_lib.fp8.quantization import dequantize
 from course_lib.mixed_precision.block_formats import relative_error
-from course_lib.single_gpu.model import Transformer, loss
+from course_lib.single_gpu.model import MLP, Transformer, loss
 
 OPERANDS = ("x", "w", "dy")
 MATMULS = ("y", "dx", "dw")
@@ -92,7 +94,7 @@ def plant_outliers(model: Transformer, factor: float, channel: int = 0) -> Trans
     if not 0 <= channel < model.config.hidden:
         raise ValueError(f"channel {channel}: there are {model.config.hidden}, from 0 on")
     for block in transformer_blocks(model):
-        attention, mlp = block.attention, block.mlp
+        attention, mlp = block.attention, cast(MLP, block.mlp)
         for norm, readers in (
             (block.attention_norm, (attention.q_proj, attention.k_proj, attention.v_proj)),
             (block.mlp_norm, (mlp.gate_proj, mlp.up_proj)),

@@ -7,7 +7,7 @@ import functools
 import math
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -190,7 +190,8 @@ def sums_curve(half_norms: bool, batches: list[Batch]) -> tuple[list[float], flo
             if isinstance(child, nn.RMSNorm):
                 setattr(module, name, HalfNorm(child))
     optimizer, scaler = MasterWeights(decay_groups(model), torch.optim.AdamW, lr=LR, **ADAMW), LossScaler(2.0**12)
-    return loss_curve(model, optimizer, functools.partial(mixed_step, scaler), batches), scaler.factor.item()
+    curve = loss_curve(model, optimizer, functools.partial(mixed_step, scaler), batches)
+    return curve, cast(torch.Tensor, scaler.factor).item()
 
 
 def sum_in_turn(numbers: torch.Tensor) -> float:

@@ -136,6 +136,8 @@ def main(argv: list[str] | None = None) -> Calibration:
         write(replace(calibration.cluster, name=args.out.stem), args.out)
     except ValueError as error:
         parser.error(str(error))
+    except ModuleNotFoundError as error:
+        parser.error(f"{error}; a fit needs SciPy: pip install scipy")
     except OSError as error:
         parser.error(f"{error.filename}: {error.strerror}")
     print(calibration)

@@ -227,7 +227,7 @@ def test_a_function_with_type_parameters(made_up, tmp_path):
         (FUNCTIONS + "def double(number, more=KEPT):\n    return more\n", "line 2: .* defines KEPT further down"),
         (FUNCTIONS + "STEP = [after(n) for n in (1, 2)]\ndef double(n):\n    return STEP\n", "defines after further"),
         (FUNCTIONS + "class Mine(Counter):\n    pass\ndef double(n):\n    return Mine()\n", "defines Counter further"),
-        (FUNCTIONS + "def double(number):\n    return STEP\n\n\nSTEP = double(1)\n", "line 6: .* defines double further"),
+        (FUNCTIONS + "def double(number):\n    return STEP\n\n\nSTEP = double(1)\n", "line 6: .* double further"),
         (CLASSES + "def add(self: Counter, more=Counter.zero):\n    return more\n", "defines Counter further down"),
         (FUNCTIONS + "class Counter(Base):\n    __slots__ = ()\n", "or __slots__"),
         (FUNCTIONS + "import abc\nclass Counter(Base, metaclass=abc.ABCMeta):\n    pass\n", "another metaclass"),

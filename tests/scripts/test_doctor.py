@@ -198,7 +198,7 @@ def test_what_is_missing_in_the_environment(bare, monkeypatch):
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
     assert "nothing runs without it" in troubles(doctor.look_torch(*doctor.loaded("torch")))
     assert "12, 12b, 13 and 14b stop" in troubles(doctor.look_triton(None))
-    assert "[hf]" in troubles(doctor.look_packages())
+    assert all(extra in troubles(doctor.look_packages()) for extra in ("[lab]", "[hf]"))
     assert "course_lib is not installed" in troubles(doctor.look_clone())
     assert "does not submit" in troubles(doctor.look_slurm())
 

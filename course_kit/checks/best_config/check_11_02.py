@@ -49,7 +49,7 @@ def check() -> None:
         "without a pipeline one micro-batch is in flight: use is_schedule"
     )
     two = LayoutTable.of([Layout(pp=4, schedule="zb-h1"), Layout(pp=4, schedule="afab")])
-    bubbles, held = stage_loads.bubble_share(two, 8), stage_loads.in_flight(two, 8)
-    assert np.allclose(bubbles, [1 / 3, 1]) and np.allclose(held, [4, 8]), (
+    bubbles, in_flight = stage_loads.bubble_share(two, 8), stage_loads.in_flight(two, 8)
+    assert np.allclose(bubbles, [1 / 3, 1]) and np.allclose(in_flight, [4, 8]), (
         "arrays of layouts give other numbers than one at a time"
     )

@@ -30,11 +30,11 @@ def check() -> None:
         "tp4,sp": ((9 * h + 2 * kv + 5 * f) / 4, "with sp, tp splits all of them"),
         "tp16,sp": ((9 * h + 2 * kv * 2 + 5 * f) / 16, "tp 16 of 8 K/V heads: each head is there twice"),
     }
-    for words, (wanted, why) in cases.items():
-        got = float(step_memory.kept_elements(config, h100, Layout.parse(words)))
-        assert abs(got / wanted - 1) < 1e-9, f"{words}: {wanted:,.0f} elements per token, yours {got:,.0f}: {why}"
-    got = step_memory.kept_elements(config, h100, LayoutTable.of(map(Layout.parse, cases)))
-    assert np.shape(got) == (len(cases),) and np.allclose(got, [wanted for wanted, _ in cases.values()]), (
+    for spec, (wanted, why) in cases.items():
+        got = float(step_memory.kept_elements(config, h100, Layout.parse(spec)))
+        assert abs(got / wanted - 1) < 1e-9, f"{spec}: {wanted:,.0f} elements per token, yours {got:,.0f}: {why}"
+    counts = step_memory.kept_elements(config, h100, LayoutTable.of(map(Layout.parse, cases)))
+    assert np.shape(counts) == (len(cases),) and np.allclose(counts, [wanted for wanted, _ in cases.values()]), (
         "arrays of layouts give other numbers than one at a time"
     )
     qwen = ModelConfig(36, 2560, 32, 8, 9728, 151936, head_size=128)  # 32 heads of 128 are wider than h

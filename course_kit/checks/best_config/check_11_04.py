@@ -35,6 +35,8 @@ def check() -> None:
             f"them, at {bandwidth / 1e9:.0f} GB/s (ring, neighbors 1 apart)"
         )
     two = [Layout(tp=2), Layout(tp=16)]
-    got = step_time.tensor_parallel_time(h100, LayoutTable.of(two), 1e9)
+    times = step_time.tensor_parallel_time(h100, LayoutTable.of(two), 1e9)
     alone = [step_time.tensor_parallel_time(h100, layout, 1e9) for layout in two]
-    assert np.shape(got) == (2,) and np.allclose(got, alone), "arrays of layouts give other numbers than one at a time"
+    assert np.shape(times) == (2,) and np.allclose(times, alone), (
+        "arrays of layouts give other numbers than one at a time"
+    )

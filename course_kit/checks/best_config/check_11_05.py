@@ -45,17 +45,17 @@ def check() -> None:
         nvlink_efficiency=0.5, network_efficiency=0.5, gradient_step_s=1e-3, collective_s=1e-4,
         overlap=0.9, sharded_overlap=0.5,
     )  # fmt: skip
-    for (words, m, slot), (wanted, why) in CASES.items():
-        got = float(step_time.gradient_time(h100, Layout.parse(words), m, 1e9, slot))
-        assert got >= 0, f"{words}: {got:.3f} s; what is hidden costs nothing, and is no gain either"
+    for (spec, m, slot), (wanted, why) in CASES.items():
+        got = float(step_time.gradient_time(h100, Layout.parse(spec), m, 1e9, slot))
+        assert got >= 0, f"{spec}: {got:.3f} s; what is hidden costs nothing, and is no gain either"
         assert abs(got - wanted) < 1e-6, (
-            f"{words}, m = {m}, slot {slot} s: {wanted:.4f} s exposed, yours {got:.4f}: {why}"
+            f"{spec}, m = {m}, slot {slot} s: {wanted:.4f} s exposed, yours {got:.4f}: {why}"
         )
-    words, sent = "dp16,tp8,sp,zero1", 15 / 16 * 6 / 25 + 15e-3
-    for words, slot, wanted in ((words, 0.6, sent + 0.5 - 0.2), (words, 3.0, 0.0), ("tp8", 0.0, 0.5)):
-        got = float(step_time.gradient_time(h100, Layout.parse(words), 4, 1e9, slot, 0.5))
+    spec, bytes_sent = "dp16,tp8,sp,zero1", 15 / 16 * 6 / 25 + 15e-3
+    for layout, slot, wanted in ((spec, 0.6, bytes_sent + 0.5 - 0.2), (spec, 3.0, 0.0), ("tp8", 0.0, 0.5)):
+        got = float(step_time.gradient_time(h100, Layout.parse(layout), 4, 1e9, slot, 0.5))
         assert abs(got - wanted) < 1e-6, (
-            f"{words}, slot {slot} s, others 0.5 s: {wanted:.4f} s exposed, yours {got:.4f}: add `others`, with one "
+            f"{spec}, slot {slot} s, others 0.5 s: {wanted:.4f} s exposed, yours {got:.4f}: add `others`, with one "
             "replica too, before you subtract what is hidden"
         )
     pipelines_outside = h100.with_software(order=("pp", "dp", "cp", "tp"))
@@ -64,9 +64,9 @@ def check() -> None:
     assert abs(got - wanted) < 1e-6, (
         f"dp4,pp4,tp2,sp in the order pp, dp, cp, tp: {wanted:.4f} s, yours {got:.4f}: use replica_ring"
     )
-    table = LayoutTable.of(Layout.parse(words) for words, _, _ in CASES)
+    table = LayoutTable.of(Layout.parse(spec) for spec, _, _ in CASES)
     slots = np.array([slot for _, _, slot in CASES])
-    got = step_time.gradient_time(h100, table, 4, np.full(len(CASES), 1e9), slots)
-    assert np.shape(got) == (len(CASES),) and np.allclose(got, [wanted for wanted, _ in CASES.values()]), (
+    times = step_time.gradient_time(h100, table, 4, np.full(len(CASES), 1e9), slots)
+    assert np.shape(times) == (len(CASES),) and np.allclose(times, [wanted for wanted, _ in CASES.values()]), (
         "arrays of layouts give other numbers than one at a time"
     )

@@ -33,8 +33,8 @@ def check() -> None:
     with mock.patch.object(calibration, "fit", fit):
         predicted = calibration.cross_validate(some, efa)
     assert len(seen) == 3, f"three cells, and {len(seen)} fits: each cell needs its own, fit(others, cluster)"
-    for place, (cell, rows) in enumerate(cells(some).items()):
-        number = next((n for n, (runs, _) in enumerate(seen) if not runs_of(cell, runs)), place)
+    for position, (cell, rows) in enumerate(cells(some).items()):
+        number = next((n for n, (runs, _) in enumerate(seen) if not runs_of(cell, runs)), position)
         runs, start = seen[number]
         leaked = runs_of(cell, runs)
         assert leaked == 0, f"cell {cell}: its fit has seen {leaked} of its runs"

@@ -23,13 +23,13 @@ def check() -> None:
     reasons = ["fits"]
     both = {"odd": np.array([0, 1, 0, 1], bool), "large": np.array([0, 0, 1, 1], bool)}
     one = {"odd": np.array([0, 0, 1, 0], bool)}
-    for rules, wanted in ((both, ["fits", "odd", "large", "odd"]), (one, ["fits", "fits", "odd", "fits"])):
+    for rules, statuses in ((both, ["fits", "odd", "large", "odd"]), (one, ["fits", "fits", "odd", "fits"])):
         numbers = layouts.first_reason(rules, reasons)
         assert sorted(reasons) == ["fits", "large", "odd"] and reasons[0] == "fits", (
             f"`reasons` is handed in with 'fits', and each rule's words are added to it, once: {reasons}"
         )
         got = [reasons[int(number)] for number in numbers]
-        assert got == wanted, (
-            f"four rows, rules {list(rules)}: the reasons are {wanted}, yours {got}: the number in `reasons` of the "
-            "first rule that holds, and 0 where none does"
+        assert got == statuses, (
+            f"four rows, rules {list(rules)}: the reasons are {statuses}, yours {got}: return the index in `reasons` "
+            "of the first rule that holds, and 0 if none does"
         )

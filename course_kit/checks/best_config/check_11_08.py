@@ -30,25 +30,23 @@ def check() -> None:
     start = Layout.parse(START)
     near = recipe.changes(start)
     assert all(one.ranks == start.ranks for one in near.values()), "a change must leave the number of GPUs as it is"
-    found = set(near.values())
-    missing = [words for words in NEAR if Layout.parse(words) not in found]
+    result = set(near.values())
+    missing = [spec for spec in NEAR if Layout.parse(spec) not in result]
     assert not missing, f"not among the changes of {start}, all else as it was: {', '.join(missing)}"
-    other = found - {start, *map(Layout.parse, NEAR)}
+    other = result - {start, *map(Layout.parse, NEAR)}
     assert not other, f"not one change away from {start}: {', '.join(map(str, other))}"
-    for words, one in near.items():
-        values, numbers = new_values(one, start), re.findall(r"\d+", str(words))
-        named = all(value in (numbers if value.isdigit() else str(words)) for value in values)
-        assert named, (
-            f"{words!r} is {one}: the words that say what has changed have the new values: {', '.join(values)}"
-        )
+    for spec, one in near.items():
+        values, numbers = new_values(one, start), re.findall(r"\d+", str(spec))
+        named = all(value in (numbers if value.isdigit() else str(spec)) for value in values)
+        assert named, f"{spec!r} is {one}: the words that say what has changed have the new values: {', '.join(values)}"
     back = set(recipe.changes(Layout.parse("pp4,zb-h1,full")).values())
-    missing = [words for words in ("pp4,zb-h1", "pp4,full") if Layout.parse(words) not in back]
+    missing = [spec for spec in ("pp4,zb-h1", "pp4,full") if Layout.parse(spec) not in back]
     assert not missing, f"not among the changes of pp4,zb-h1,full: {', '.join(missing)}; a change can be undone"
-    for words in ("dp8,zero3", "dp2,pp4,tp2,sp,zero3,keep,zb-h1", "tp8,sp"):
-        for why, one in recipe.changes(Layout.parse(words)).items():
-            assert one.sequence_parallel == (one.tp > 1), f"{words}, {why}: sequence parallelism goes with tp above 1"
+    for spec in ("dp8,zero3", "dp2,pp4,tp2,sp,zero3,keep,zb-h1", "tp8,sp"):
+        for why, one in recipe.changes(Layout.parse(spec)).items():
+            assert one.sequence_parallel == (one.tp > 1), f"{spec}, {why}: sequence parallelism goes with tp above 1"
             assert one.gather_once == (one.zero_stage == 3 and one.pp > 1), (
-                f"{words}, {why}: keep goes with zero3 under a pipeline"
+                f"{spec}, {why}: keep goes with zero3 under a pipeline"
             )
-            assert one.pp > 1 or one.schedule == "1f1b", f"{words}, {why}: a schedule without a pipeline"
-            assert one.micro_batch >= 1, f"{words}, {why}: a micro-batch of {one.micro_batch}"
+            assert one.pp > 1 or one.schedule == "1f1b", f"{spec}, {why}: a schedule without a pipeline"
+            assert one.micro_batch >= 1, f"{spec}, {why}: a micro-batch of {one.micro_batch}"

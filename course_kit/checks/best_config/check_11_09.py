@@ -11,11 +11,11 @@ from course_lib.single_gpu.model import PRESETS
 GIB = 2**30
 
 
-def largest_losses(said: Estimate, layout: Layout) -> str:
+def largest_losses(plan: Estimate, layout: Layout) -> str:
     """Return the two parts of a step, besides the model's own FLOPs, that take most of it."""
-    again = said.time["matrices"] / 4 + said.time["attention"] * 2 / 9  # what full recomputation does anew
-    spent = said.time | {"recomputation": again * (layout.recompute == "full")}
-    shares = {name: float(part / said.step_s) for name, part in spent.items()}
+    again = plan.time["matrices"] / 4 + plan.time["attention"] * 2 / 9  # what full recomputation does anew
+    spent = plan.time | {"recomputation": again * (layout.recompute == "full")}
+    shares = {name: float(part / plan.step_s) for name, part in spent.items()}
     others = set(shares) - {"matrices", "attention", "output layer"}
     most = sorted(others, key=lambda name: (shares[name], name), reverse=True)[:2]
     return " and ".join(f"{name} ({shares[name]:.0%})" for name in most)
@@ -33,16 +33,16 @@ def check(by_hand: dict[str, Layout]) -> None:
             check_layout(PRESETS[preset], layout, gpus, batch, seq)
         except ValueError as error:
             raise AssertionError(f"{job}: {error}") from None
-        said = estimate(PRESETS[preset], CLUSTERS["H100"], layout, batch, seq)
-        needs = ", ".join(f"{name} {size / GIB:.0f}" for name, size in said.memory.items() if size > GIB)
-        assert said.fits, f"{job}: {layout} needs {said.needed_bytes / GIB:.0f} GiB: {needs}"
-        assert said.risk <= RISK, (
-            f"{job}: {layout} needs {said.needed_bytes / GIB:.0f} of {said.usable_bytes / GIB:.0f} GiB, a risk of "
-            f"{said.risk:.0%} to run out of memory: {needs}"
+        plan = estimate(PRESETS[preset], CLUSTERS["H100"], layout, batch, seq)
+        needs = ", ".join(f"{name} {size / GIB:.0f}" for name, size in plan.memory.items() if size > GIB)
+        assert plan.fits, f"{job}: {layout} needs {plan.needed_bytes / GIB:.0f} GiB: {needs}"
+        assert plan.risk <= RISK, (
+            f"{job}: {layout} needs {plan.needed_bytes / GIB:.0f} of {plan.usable_bytes / GIB:.0f} GiB, a risk of "
+            f"{plan.risk:.0%} to run out of memory: {needs}"
         )
         best = search(PRESETS[preset], CLUSTERS["H100"], gpus, batch, seq).best(1)[0][1]
-        assert said.tokens_per_s > 0.85 * best, (
-            f"{job}: {layout} reaches {said.tokens_per_s / best:.0%} of the best; it loses most to "
-            f"{largest_losses(said, layout)}"
+        assert plan.tokens_per_s > 0.85 * best, (
+            f"{job}: {layout} reaches {plan.tokens_per_s / best:.0%} of the best; it loses most to "
+            f"{largest_losses(plan, layout)}"
         )
-        print(f"{job}: {layout} reaches {said.tokens_per_s / best:.0%} of the best of all")
+        print(f"{job}: {layout} reaches {plan.tokens_per_s / best:.0%} of the best of all")

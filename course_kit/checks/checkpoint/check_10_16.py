@@ -15,11 +15,11 @@ def simulated_share(
     """Return the lost share, by playing failures: an interval is done again until none comes in it."""
     draw, took = random.Random(seed), 0.0
     for _ in range(intervals):
-        needed, ahead = interval_s + save_s, 0.0
-        while (until := draw.expovariate(1 / mtbf_s)) < ahead + needed:
+        needed, warmup = interval_s + save_s, 0.0
+        while (until := draw.expovariate(1 / mtbf_s)) < warmup + needed:
             took += until
-            ahead = restart_s
-        took += ahead + needed
+            warmup = restart_s
+        took += warmup + needed
     return 1 - intervals * interval_s / took
 
 
@@ -36,9 +36,9 @@ def check() -> None:
         f"nothing ever fails: 30 of 630 s are for saves, {30 / 630:.4f}, and not {quiet:.4f}"
     )
     for case in CASES:
-        played, found = simulated_share(*case), share(*case)
-        assert abs(played - found) < 0.02, (
-            f"interval, save, MTBF, restart {case}: played out, {played:.3f} is lost, and you say {found:.3f}"
+        played, result = simulated_share(*case), share(*case)
+        assert abs(played - result) < 0.02, (
+            f"interval, save, MTBF, restart {case}: played out, {played:.3f} is lost, and you say {result:.3f}"
         )
     shares = {tau: share(tau, 30, 6000, 300) for tau in (200, 400, 600, 900, 1800)}
-    assert min(shares, key=shares.get) == 600, f"the least is near Young's 600 s: {shares}"
+    assert min(shares, key=lambda seconds: shares[seconds]) == 600, f"the least is near Young's 600 s: {shares}"

@@ -23,16 +23,16 @@ def check_elements(shape: tuple[int, ...]) -> None:
     size = math.prod(shape)
     grid = torch.arange(size).view(shape)
     for first, last in itertools.combinations_with_replacement(range(size + 1), 2):
-        found = chunks.span_chunks(shape, first, last)
-        cut = [grid[tuple(slice(o, o + n) for o, n in zip(*chunk, strict=True))].reshape(-1) for chunk in found]
+        result = chunks.span_chunks(shape, first, last)
+        cut = [grid[tuple(slice(o, o + n) for o, n in zip(*chunk, strict=True))].reshape(-1) for chunk in result]
         assert torch.cat([torch.empty(0), *cut]).tolist() == list(range(first, last)), (
-            f"{shape}, elements {first} … {last - 1}: the chunks {found} have others"
+            f"{shape}, elements {first} … {last - 1}: the chunks {result} have others"
         )
-        assert all(math.prod(sizes) == len(part) for (_, sizes), part in zip(found, cut, strict=True)), (
-            f"{shape}, elements {first} … {last - 1}: a chunk of {found} is larger than the tensor"
+        assert all(math.prod(sizes) == len(part) for (_, sizes), part in zip(result, cut, strict=True)), (
+            f"{shape}, elements {first} … {last - 1}: a chunk of {result} is larger than the tensor"
         )
-        assert len(found) <= max(1, 2 * len(shape) - 1), (
-            f"{shape}, {first} … {last - 1}: {len(found)} chunks are too many"
+        assert len(result) <= max(1, 2 * len(shape) - 1), (
+            f"{shape}, {first} … {last - 1}: {len(result)} chunks are too many"
         )
 
 
@@ -54,14 +54,14 @@ def check_large() -> None:
 
 def check() -> None:
     """Assert one example, all ranges of SHAPES, the fewest chunks of COUNTS, and a large matrix."""
-    found = chunks.span_chunks((4, 5), 3, 17)
+    result = chunks.span_chunks((4, 5), 3, 17)
     wanted = [((0, 3), (1, 2)), ((1, 0), (2, 5)), ((3, 0), (1, 2))]
-    assert found == wanted, (
-        f"elements 3 … 16 of [4, 5]: the end of row 0, rows 1 and 2, the beginning of row 3: {found}"
+    assert result == wanted, (
+        f"elements 3 … 16 of [4, 5]: the end of row 0, rows 1 and 2, the beginning of row 3: {result}"
     )
     for shape in SHAPES:
         check_elements(shape)
     for shape, first, last, count in COUNTS:
-        found = chunks.span_chunks(shape, first, last)
-        assert len(found) == count, f"{shape}, elements {first} … {last - 1}: {count} will do, and there are {found}"
+        result = chunks.span_chunks(shape, first, last)
+        assert len(result) == count, f"{shape}, elements {first} … {last - 1}: {count} will do, and there are {result}"
     check_large()

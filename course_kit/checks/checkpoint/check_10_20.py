@@ -84,17 +84,17 @@ def is_complete(folder: Path) -> bool:
 
 def check_crashes(below: str, steps: tuple[int, ...], keep: int) -> None:
     """Assert what is there after a crash before each operation, and after none."""
-    there = max((step for step in steps if step < NEW), default=0)
+    present = max((step for step in steps if step < NEW), default=0)
     for at in itertools.count():
         root, folder = root_with(below, *steps)
-        crashed = crashes().run(at, lambda folder=folder: files.commit(folder, {"step": NEW}, keep))
+        crashed = crashes().run(at, functools.partial(files.commit, folder, {"step": NEW}, keep))
         operations = crashes().seen
         good = {step: is_complete(path) for step, path in complete(root).items()}
         after = f"after {operations[-1] if operations else 'nothing'}, with {steps} and keep {keep}"
         assert all(good.values()), f"killed {after}: a folder has a good name and is not complete: {good}"
         assert good or not steps, f"killed {after}: no checkpoint at all is left"
-        assert not crashed or max(good, default=0) >= there, (
-            f"killed {after}: step {there} is gone before step 30 is there: {good}"
+        assert not crashed or max(good, default=0) >= present, (
+            f"killed {after}: step {present} is gone before step 30 is there: {good}"
         )
         if not crashed:
             break
@@ -102,8 +102,8 @@ def check_crashes(below: str, steps: tuple[int, ...], keep: int) -> None:
     left = sorted(path.name for path in root.iterdir())
     wanted = sorted([NEW, *steps[max(0, len(steps) - keep + 1) :]])
     assert left == [f"step-{step:09d}" for step in wanted], f"{steps}, keep {keep}: {left} are left, not {wanted}"
-    said = json.loads((root / f"step-{NEW:09d}" / ABOUT).read_text())
-    assert said == json.loads(sealed({"step": NEW})), f"{ABOUT} should say what sealed(about) says: {said}"
+    message = json.loads((root / f"step-{NEW:09d}" / ABOUT).read_text())
+    assert message == json.loads(sealed({"step": NEW})), f"{ABOUT} should say what sealed(about) says: {message}"
 
 
 def check_flushes(below: str) -> None:
@@ -112,8 +112,8 @@ def check_flushes(below: str) -> None:
     order, plain = [], os.fsync
 
     def noted(opened) -> None:
-        found = os.fstat(opened if isinstance(opened, int) else opened.fileno())
-        order.append((found.st_ino, found.st_size, {str(path.relative_to(root)) for path in root.glob("*/*")}))
+        result = os.fstat(opened if isinstance(opened, int) else opened.fileno())
+        order.append((result.st_ino, result.st_size, {str(path.relative_to(root)) for path in root.glob("*/*")}))
         plain(opened)
 
     with mock.patch.object(os, "fsync", noted):

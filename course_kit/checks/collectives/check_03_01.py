@@ -10,7 +10,7 @@ from course_kit.checks.collectives.watched import RANKS, SECONDS
 from course_kit.labs.collectives import among
 from course_kit.ranks import shared
 
-EXPECTED = {  # of ranks 0, 1, 2; a reduce leaves the other ranks' tensors in any state
+EXPECTED: dict[str, list] = {  # of ranks 0, 1, 2; a reduce leaves the other ranks' tensors in any state
     "broadcast": [[1, 2, 3, 4, 5]] * 3,
     "reduce": [[6, 6, 6]],
     "all_reduce": [[6, 6, 6]] * 3,
@@ -26,10 +26,10 @@ def check(every_collective: Callable) -> None:
     ranks = shared(RANKS)
     with ranks.within(SECONDS):
         outcomes = ranks(among, 3, every_collective)[1:]
-    for rank, (got, sent) in enumerate(outcomes):
+    for rank, (got, bytes_sent) in enumerate(outcomes):
         for name, expected in EXPECTED.items():
             assert isinstance(got, dict) and name in got, f"group rank {rank}: the result has no '{name}'"
-            count = sent.select(name).calls
+            count = bytes_sent.select(name).calls
             assert count == 1, f"group rank {rank} called {name} {count} times; once was asked for"
             if rank < len(expected):
                 value = got[name]

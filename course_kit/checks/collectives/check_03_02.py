@@ -15,8 +15,8 @@ def check(star_mb_4: float, star_mb_512: float) -> None:
     assert all(isinstance(guess, (int, float, np.number)) for guess in (star_mb_4, star_mb_512)), "set both to MB"
     ranks = shared(RANKS)
     with ranks.within(SECONDS):
-        _, sent = ranks(among, 4, star_all_reduce, torch.ones(1_000_000))[0]
-    sent_mb = sent.bytes / MB
+        _, bytes_sent = ranks(among, 4, star_all_reduce, torch.ones(1_000_000))[0]
+    sent_mb = bytes_sent.bytes / MB
     assert abs(star_mb_4 - sent_mb) <= 0.1 * sent_mb, (
         f"{star_mb_4:,} MB? 4 ranks: rank 0 sends its 4 MB to each of the others"
     )

@@ -31,7 +31,7 @@ def broadcast_trial(group: dist.ProcessGroup, shape: tuple[int, ...], dtype: tor
 
 
 def arrival(sends: Traffic, rank: int, src: int) -> int:
-    """Return the step in which the tensor reaches a rank, by the sends that were recorded: a rank sends once a step."""
+    """Return the step in which the tensor reaches a rank, by the recorded sends: a rank sends once per step."""
     if rank == src:
         return 0
     sender = next(record.rank for record in sends.records if record.peer == rank)
@@ -48,7 +48,7 @@ def check() -> None:
             outcomes = ranks(among, n, broadcast_trial, shape, dtype, src)[-n:]
         wrong = [rank for rank, (right, _) in enumerate(outcomes) if not right]
         assert not wrong, f"{what}: group rank {wrong[0]} does not have the source's tensor"
-        traffic = sum((sent for _, sent in outcomes), Traffic())
+        traffic = sum((bytes_sent for _, bytes_sent in outcomes), Traffic())
         assert in_the_group(traffic, n), f"{what}: a send or receive is on the default group; pass group=group"
         sends, steps = traffic.select("send"), math.ceil(math.log2(n))
         assert traffic.calls == sends.calls + traffic.select("recv").calls, "use dist.send and dist.recv only"
@@ -59,5 +59,5 @@ def check() -> None:
         last = max(members(n), key=lambda rank: arrival(sends, rank, source))
         needed, last = arrival(sends, last, source), members(n).index(last)
         assert needed <= steps, (
-            f"{what}: at one send a rank and step, group rank {last} is served in step {needed}; a tree takes {steps}"
+            f"{what}: at one send per rank and step, group rank {last} is served in step {needed}; a tree takes {steps}"
         )

@@ -16,24 +16,25 @@ from course_lib.collectives import rings
 def reduce_scatter_trial(group: dist.ProcessGroup, shape: tuple[int, ...], dtype: torch.dtype) -> str:
     """Return what is wrong with the result; nothing if it is right."""
     rank, n, numel = dist.get_rank(group), dist.get_world_size(group), math.prod(shape)
-    tensor, pieces = values(rank, numel, dtype), sum(values(r, numel, dtype) for r in range(n)).tensor_split(n)
+    tensor = values(rank, numel, dtype)
+    shards = torch.stack([values(r, numel, dtype) for r in range(n)]).sum(0).tensor_split(n)
     with Made() as made:
         got = rings.ring_reduce_scatter(tensor.view(shape), group)
     if not isinstance(got, torch.Tensor) or got.dtype != dtype:
         return f"returns {getattr(got, 'dtype', type(got).__name__)}, not its shard in {dtype}"
-    for piece in (p for p in range(n) if p != rank and got.shape == pieces[p].shape and torch.equal(got, pieces[p])):
+    for shard in (p for p in range(n) if p != rank and got.shape == shards[p].shape and torch.equal(got, shards[p])):
         return (
-            f"ends with the sum of piece {piece}, not of piece {rank}: which piece is sent first?"
+            f"ends with the sum of piece {shard}, not of piece {rank}: which piece is sent first?"
             if got.numel()
             else ""
         )
-    if got.shape != pieces[rank].shape or not torch.equal(got, pieces[rank]):
+    if got.shape != shards[rank].shape or not torch.equal(got, shards[rank]):
         return "returns something else than the sum of its piece"
     if not torch.equal(tensor.tensor_split(n)[rank], got):
         return "has the sum, but not in its piece of `tensor`"
     if got.numel() and got.data_ptr() != tensor.tensor_split(n)[rank].data_ptr():
         return "returns a copy of its piece: return the view of `tensor`"
-    return made.too_much(pieces[0].nbytes)
+    return made.too_much(shards[0].nbytes)
 
 
 def check() -> None:
@@ -42,6 +43,6 @@ def check() -> None:
     for n, shape, dtype in SHAPES_OF_RINGS:
         with ranks.within(SECONDS):
             outcomes = ranks(among, n, reduce_scatter_trial, shape, dtype)[-n:]
-        own = [piece.nbytes for piece in torch.empty(math.prod(shape), dtype=dtype).tensor_split(n)]
+        local = [shard.nbytes for shard in torch.empty(math.prod(shape), dtype=dtype).tensor_split(n)]
         what = f"{dtype} of shape {shape} on {n} ranks"
-        check_ring(what, outcomes, n - 1, [sum(own) - own[r] for r in range(n)])
+        check_ring(what, outcomes, n - 1, [sum(local) - local[r] for r in range(n)])

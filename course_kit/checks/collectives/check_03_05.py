@@ -20,7 +20,7 @@ def all_gather_trial(group: dist.ProcessGroup, shape: tuple[int, ...], dtype: to
     tensor.tensor_split(n)[rank].copy_(expected.tensor_split(n)[rank])
     with Made() as made:
         rings.ring_all_gather(tensor.view(shape), group)
-    missing = [p for p, piece in enumerate((tensor == expected).tensor_split(n)) if not piece.all()]
+    missing = [p for p, shard in enumerate((tensor == expected).tensor_split(n)) if not shard.all()]
     return f"does not have pieces {missing}" if missing else made.too_much(tensor.tensor_split(n)[0].nbytes)
 
 
@@ -30,6 +30,6 @@ def check() -> None:
     for n, shape, dtype in SHAPES_OF_RINGS:
         with ranks.within(SECONDS):
             outcomes = ranks(among, n, all_gather_trial, shape, dtype)[-n:]
-        own = [piece.nbytes for piece in torch.empty(math.prod(shape), dtype=dtype).tensor_split(n)]
+        local = [shard.nbytes for shard in torch.empty(math.prod(shape), dtype=dtype).tensor_split(n)]
         what = f"{dtype} of shape {shape} on {n} ranks"
-        check_ring(what, outcomes, n - 1, [sum(own) - own[(r + 1) % n] for r in range(n)])
+        check_ring(what, outcomes, n - 1, [sum(local) - local[(r + 1) % n] for r in range(n)])

@@ -26,9 +26,9 @@ def all_reduce_trial(group: dist.ProcessGroup, shape: tuple[int, ...], dtype: to
     tensor = values(rank, numel, dtype).view(shape)
     with mock.patch.object(rings, "CHUNK", chunk), Made() as made:
         rings.ring_all_reduce(tensor, group)
-    right = torch.equal(tensor, sum(values(r, numel, dtype) for r in range(n)).view(shape))
-    piece = tensor.view(-1)[:chunk].tensor_split(n)[0].nbytes
-    return made.too_much(piece) if right else "does not have the sum in `tensor`"
+    right = torch.equal(tensor, torch.stack([values(r, numel, dtype) for r in range(n)]).sum(0).view(shape))
+    shard = tensor.view(-1)[:chunk].tensor_split(n)[0].nbytes
+    return made.too_much(shard) if right else "does not have the sum in `tensor`"
 
 
 def check() -> None:
@@ -39,7 +39,7 @@ def check() -> None:
             outcomes = ranks(among, n, all_reduce_trial, shape, dtype, chunk)[-n:]
         enough, chunks = [0] * n, torch.empty(math.prod(shape), dtype=dtype).split(chunk)
         for part in chunks:
-            own = [piece.nbytes for piece in part.tensor_split(n)]
-            enough = [enough[r] + 2 * sum(own) - own[r] - own[(r + 1) % n] for r in range(n)]
+            local = [shard.nbytes for shard in part.tensor_split(n)]
+            enough = [enough[r] + 2 * sum(local) - local[r] - local[(r + 1) % n] for r in range(n)]
         what = f"{dtype} of shape {shape} on {n} ranks, with CHUNK = {chunk}"
         check_ring(what, outcomes, 2 * (n - 1) * len(chunks), enough)

@@ -25,7 +25,7 @@ def check() -> None:
         )
     for other in ("gather", "gossip"):
         try:
-            raised = bandwidth.bandwidths(other, 1, 1.0, 2)
+            raised: object = bandwidth.bandwidths(other, 1, 1.0, 2)
         except Exception as error:
             raised = error
         assert isinstance(raised, ValueError), f"{other!r} has no factor and should raise ValueError; got {raised!r}"

@@ -18,17 +18,17 @@ def check() -> None:
     noise = np.random.default_rng(0)
     for alpha, beta in ((10e-6, 50e9), (4e-3, 8e8), (1e-3, 400e9)):
         clean = [alpha + size / beta for size in SIZES]
-        found = bandwidth.fit_alpha_beta(SIZES, clean)
-        assert abs(found[0] / alpha - 1) < 1e-3, f"without noise, alpha should be {alpha:.3g}; got {found[0]:.3g}"
-        assert abs(found[1] / beta - 1) < 1e-3, f"without noise, beta should be {beta:.3g}; got {found[1]:.3g}"
+        result = bandwidth.fit_alpha_beta(SIZES, clean)
+        assert abs(result[0] / alpha - 1) < 1e-3, f"without noise, alpha should be {alpha:.3g}; got {result[0]:.3g}"
+        assert abs(result[1] / beta - 1) < 1e-3, f"without noise, beta should be {beta:.3g}; got {result[1]:.3g}"
         for _ in range(20):
             noisy = [t * noise.uniform(0.9, 1.1) for t in clean]
-            found = bandwidth.fit_alpha_beta(SIZES, noisy)
-            assert abs(found[0] / alpha - 1) < 0.2, (
+            result = bandwidth.fit_alpha_beta(SIZES, noisy)
+            assert abs(result[0] / alpha - 1) < 0.2, (
                 "with 10 % of noise on each time, alpha is off by more than 20 %: weigh the errors by 1/t"
             )
-            least = relative_error(SIZES, noisy, *found)
+            least = relative_error(SIZES, noisy, *result)
             for a, b in ((1.01, 1), (0.99, 1), (1, 1.01), (1, 0.99)):
-                assert relative_error(SIZES, noisy, a * found[0], b * found[1]) > least, (
+                assert relative_error(SIZES, noisy, a * result[0], b * result[1]) > least, (
                     "an alpha or beta 1 % away has a smaller sum of squared relative errors than yours"
                 )

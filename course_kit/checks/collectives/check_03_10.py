@@ -37,13 +37,15 @@ def check(shift: Callable) -> None:
     for n, shape, dtype in CASES:
         with ranks.within(SECONDS):
             outcomes = ranks(among, n, shift_trial, shift, shape, dtype)[-n:]
-        for rank, (right, sent) in enumerate(outcomes):
+        for rank, (right, bytes_sent) in enumerate(outcomes):
             assert right, (
                 f"{n} ranks, {dtype} of shape {shape}: group rank {rank} has no copy of that of rank {(rank - 1) % n}, "
                 "of the same shape and dtype, or has changed its own"
             )
-            assert in_the_group(sent, n), f"{n} ranks: group rank {rank} is on the default group; pass group=group"
-            once = (sent.select("send").calls, sent.select("recv").calls, sent.calls)
+            assert in_the_group(bytes_sent, n), (
+                f"{n} ranks: group rank {rank} is on the default group; pass group=group"
+            )
+            once = (bytes_sent.select("send").calls, bytes_sent.select("recv").calls, bytes_sent.calls)
             assert once == ((1, 1, 2) if n > 1 else (0, 0, 0)), (
                 f"{n} ranks: group rank {rank} made {once[2]} calls, not one send and one receive"
             )

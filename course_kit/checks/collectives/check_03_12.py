@@ -29,7 +29,8 @@ def train_trial(group: dist.ProcessGroup, train: Callable, odd_steps: Odd, drift
     for step, odd_rank, value in odd_steps:
         if rank == odd_rank:
             gradients[step][1] = float(value)
-    all_reduce, sums = dist.all_reduce, []
+    all_reduce = dist.all_reduce
+    sums: list = []
 
     def drifting(tensor, *args, **kwargs):
         work = all_reduce(tensor, *args, **kwargs)
@@ -52,13 +53,13 @@ def check(train: Callable) -> None:
         bad_steps = len({step for step, _, value in odd_steps if not math.isfinite(float(value))})
         expected = torch.full((3,), -0.1 * (STEPS - bad_steps) * n * (n + 1) / 2)
         expected[1] -= 0.1 * sum(float(value) for *_, value in odd_steps if math.isfinite(float(value)))
-        for rank, (weight, sent) in enumerate(outcomes):
+        for rank, (weight, bytes_sent) in enumerate(outcomes):
             close = isinstance(weight, torch.Tensor) and torch.allclose(weight, expected)
             assert close or rank != drifts, (
                 f"group rank {rank} had another weight than 0, and keeps it in a bad step: broadcast the weight itself"
             )
             assert close, f"{n} ranks, (step, rank, value) {odd_steps}: group rank {rank} has {weight}, not {expected}"
-            calls, first = ([record.collective for record in each.records] for each in (sent, outcomes[0][1]))
+            calls, first = ([record.collective for record in each.records] for each in (bytes_sent, outcomes[0][1]))
             assert calls == first, f"group rank {rank} calls other collectives than rank 0"
         fetched = outcomes[0][1].select("broadcast").calls
         assert fetched == bad_steps, (

@@ -22,20 +22,20 @@ Members = tuple[int, ...]
 
 def two_level_trial(nodes: list[list[int]], numel: int) -> tuple[str, Traffic, Members, Members]:
     """Return what is wrong with the result, what this rank sent, and the ranks of its two groups."""
-    rank, own = dist.get_rank(), next(node for node in nodes if dist.get_rank() in node)
+    rank, local = dist.get_rank(), next(node for node in nodes if dist.get_rank() in node)
     groups = {tuple(members): dist.new_group(members) for members in [*nodes, *map(list, zip(*nodes, strict=True))]}
-    places = tuple(node[own.index(rank)] for node in nodes)
+    positions = tuple(node[local.index(rank)] for node in nodes)
     tensor = values(rank, numel)
 
     def all_reduce(inside: dist.ProcessGroup) -> None:
-        rings.two_level_all_reduce(tensor, inside, groups[places])
+        rings.two_level_all_reduce(tensor, inside, groups[positions])
 
     with Made() as made:
-        _, sent = counted(groups[tuple(own)], all_reduce)
+        _, bytes_sent = counted(groups[tuple(local)], all_reduce)
     dist.barrier()
-    right = torch.equal(tensor, sum(values(r, numel) for r in range(RANKS)))
+    right = torch.equal(tensor, torch.stack([values(r, numel) for r in range(RANKS)]).sum(0))
     wrong = "" if right else "does not have the sum in `tensor`"
-    return wrong or made.too_much(tensor.tensor_split(len(own))[0].nbytes), sent, tuple(own), places
+    return wrong or made.too_much(tensor.tensor_split(len(local))[0].nbytes), bytes_sent, tuple(local), positions
 
 
 def check() -> None:
@@ -44,22 +44,26 @@ def check() -> None:
     for nodes, numel in CASES:
         with ranks.within(SECONDS):
             outcomes = ranks(two_level_trial, nodes, numel)
-        for rank, (wrong, sent, inside, across) in enumerate(outcomes):
+        for rank, (wrong, bytes_sent, inside, across) in enumerate(outcomes):
             what = f"nodes {nodes}, {numel} elements, rank {rank}"
-            assert {record.group for record in sent.records} <= {inside, across}, f"{what}: use the two groups alone"
+            assert {record.group for record in bytes_sent.records} <= {inside, across}, (
+                f"{what}: use the two groups alone"
+            )
             assert not wrong, f"{what} {wrong}"
-            own, place = torch.empty(numel).tensor_split(len(inside)), inside.index(rank)
-            piece = own[place]
-            twice = 2 * 4 * numel - piece.nbytes - own[(place + 1) % len(inside)].nbytes
-            stayed = sent.select(group=inside).bytes if len(inside) > 1 else 0
+            local, position = torch.empty(numel).tensor_split(len(inside)), inside.index(rank)
+            shard = local[position]
+            twice = 2 * 4 * numel - shard.nbytes - local[(position + 1) % len(inside)].nbytes
+            stayed = bytes_sent.select(group=inside).bytes if len(inside) > 1 else 0
             assert stayed <= twice, (
                 f"{what}: {stayed} bytes go round inside the node, {twice} are enough: reduce-scatter, then all-gather"
             )
-            parts = [part.nbytes for part in piece.tensor_split(len(nodes))]
-            place = across.index(rank)
-            ring = 2 * sum(parts) - parts[place] - parts[(place + 1) % len(nodes)]
-            enough = max(ring, 2 * (len(nodes) - 1) * piece.nbytes // len(nodes))  # or as an all-reduce is booked
-            crossed = sent.select(group=across).bytes if len(nodes) > 1 else 0
+            parts = [part.nbytes for part in shard.tensor_split(len(nodes))]
+            position = across.index(rank)
+            ring = 2 * sum(parts) - parts[position] - parts[(position + 1) % len(nodes)]
+            enough = max(ring, 2 * (len(nodes) - 1) * shard.nbytes // len(nodes))  # or as an all-reduce is booked
+            crossed = bytes_sent.select(group=across).bytes if len(nodes) > 1 else 0
             assert crossed <= enough, f"{what}: {crossed} bytes go across nodes, {enough} are enough: one piece only"
             steps = 2 * (len(inside) - 1) + 2 * (len(nodes) - 1)
-            assert sent.select("send").calls <= steps, f"{what}: {sent.select('send').calls} sends, {steps} are enough"
+            assert bytes_sent.select("send").calls <= steps, (
+                f"{what}: {bytes_sent.select('send').calls} sends, {steps} are enough"
+            )

@@ -1,4 +1,4 @@
-"""What checks of notebook 03 ask of an answer besides its sums: memory, groups, neighbors, steps and bytes."""
+"""Further properties that checks of notebook 03 ask of an answer: memory, groups, neighbors, steps and bytes."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ SHAPES_OF_RINGS = (
 
 
 class Made(TorchDispatchMode):
-    """What an answer makes: the bytes of its largest tensor, and the most that it holds at once. Views do not count."""
+    """Memory of an answer: the bytes of its largest tensor, and of all at once, at most. Views do not count."""
 
     def __enter__(self) -> Made:
-        self.tensors, self.largest, self.held = [], 0, 0
+        self.tensors: list = []
+        self.largest, self.held = 0, 0
         return super().__enter__()
 
     def __torch_dispatch__(self, function: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None):
@@ -38,12 +39,12 @@ class Made(TorchDispatchMode):
         self.held = max(self.held, sum(size for tensor, size in self.tensors if tensor() is not None))
         return result
 
-    def too_much(self, piece: int) -> str:
+    def too_much(self, shard: int) -> str:
         """Return what is wrong, if a tensor is larger than a piece, or all together than two; 256 bytes pass."""
-        if self.largest > piece + 256:
-            return f"makes a tensor of {self.largest:,} bytes; a piece has {piece:,}"
-        too_much = self.held > 2 * piece + 256
-        return f"holds {self.held:,} bytes at once; two pieces have {2 * piece:,}" if too_much else ""
+        if self.largest > shard + 256:
+            return f"makes a tensor of {self.largest:,} bytes; a piece has {shard:,}"
+        too_much = self.held > 2 * shard + 256
+        return f"holds {self.held:,} bytes at once; two pieces have {2 * shard:,}" if too_much else ""
 
 
 def members(n: int) -> tuple[int, ...]:
@@ -51,31 +52,32 @@ def members(n: int) -> tuple[int, ...]:
     return tuple(range(RANKS - n, RANKS))
 
 
-def in_the_group(sent: Traffic, n: int) -> bool:
+def in_the_group(traffic: Traffic, n: int) -> bool:
     """Return whether a rank has communicated in that group alone."""
-    return all(record.group == members(n) for record in sent.records)
+    return all(record.group == members(n) for record in traffic.records)
 
 
-def neighbors_only(sent: Traffic, rank: int, n: int) -> bool:
+def neighbors_only(traffic: Traffic, rank: int, n: int) -> bool:
     """Return whether a rank has sent to the next one and received from the previous one alone."""
-    sends, receives = sent.select("send"), sent.select("recv")
+    sends, receives = traffic.select("send"), traffic.select("recv")
     right = {record.peer for record in sends.records} <= {members(n)[(rank + 1) % n]}
     right = right and {record.peer for record in receives.records} <= {members(n)[rank - 1]}
-    return right and sent.calls == sends.calls + receives.calls
+    return right and traffic.calls == sends.calls + receives.calls
 
 
 def check_ring(what: str, outcomes: list[tuple[str, Traffic]], steps: int, expected_bytes: list[int]) -> None:
     """Assert that nothing is wrong with each rank's result, and that it kept to the ring, its steps and its bytes."""
     n = len(outcomes)
-    for rank, (wrong, sent) in enumerate(outcomes):
+    for rank, (wrong, traffic) in enumerate(outcomes):
         assert not wrong, f"{what}: group rank {rank} {wrong}"
-        assert in_the_group(sent, n), f"{what}: group rank {rank} sends on the default group; pass group on"
-        others = {record.collective for record in sent.records} - {"send", "recv"}
+        assert in_the_group(traffic, n), f"{what}: group rank {rank} sends on the default group; pass group on"
+        others = {record.collective for record in traffic.records} - {"send", "recv"}
         assert not others, f"{what}: group rank {rank} calls {min(others)}; the ring needs exchange only"
-        assert neighbors_only(sent, rank, n), f"{what}: group rank {rank} should send to the next rank only"
-        assert sent.select("send").calls == steps, (
-            f"{what}: group rank {rank} sent {sent.select('send').calls} times, not {steps}"
+        assert neighbors_only(traffic, rank, n), f"{what}: group rank {rank} should send to the next rank only"
+        assert traffic.select("send").calls == steps, (
+            f"{what}: group rank {rank} sent {traffic.select('send').calls} times, not {steps}"
         )
-        assert sent.bytes == expected_bytes[rank], (
-            f"{what}: group rank {rank} sent {sent.bytes} bytes, {expected_bytes[rank]} are enough. One piece a step"
+        assert traffic.bytes == expected_bytes[rank], (
+            f"{what}: group rank {rank} sent {traffic.bytes} bytes, {expected_bytes[rank]} are enough: "
+            "one chunk per step"
         )

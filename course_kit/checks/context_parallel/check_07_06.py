@@ -1,4 +1,4 @@
-"""Check of exercise 07.6: pieces of a softmax, merged in any order, against float64 over all keys."""
+"""Check of exercise 07.6: chunks of a softmax, merged in any order, against float64 over all keys."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from course_lib.context_parallel import blocks
 def merged(
     sizes: list[int], scale: float, dtype: torch.dtype = torch.float32, order: Sequence[int] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """merge over pieces of so many keys: out and lse, and those of float64; scores about as large as scale."""
+    """merge over chunks of so many keys: out and lse, and those of float64; scores about as large as scale."""
     generator = torch.Generator().manual_seed(6)
     z = scale * torch.randn(2, 5, 3, sum(sizes), generator=generator, dtype=torch.float64)  # [b, s, a, keys]
     v = torch.randn(sum(sizes), 4, generator=generator, dtype=torch.float64)
@@ -23,10 +23,10 @@ def merged(
         scores, values = parts[number]
         part, part_lse = (scores.softmax(-1) @ values).to(dtype), scores.logsumexp(-1).float()
         given = part.clone(), part_lse.clone()
-        told = blocks.merge(out, lse, part, part_lse)
+        result: object = blocks.merge(out, lse, part, part_lse)  # type: ignore[func-returns-value]  # an answer may return
         assert (lse > -torch.inf).all(), "out and lse are as before: write into them (lerp_, copy_, out=...)"
-        assert told is None and torch.equal(part, given[0]) and torch.equal(part_lse, given[1]), (
-            "merge changes out and lse in place, leaves the piece as it is, and returns nothing"
+        assert result is None and torch.equal(part, given[0]) and torch.equal(part_lse, given[1]), (
+            "merge changes out and lse in place, leaves the chunk as it is, and returns nothing"
         )
     return out.double(), lse.double(), z.softmax(-1) @ v, z.logsumexp(-1)
 
@@ -41,13 +41,13 @@ def check() -> None:
     ):
         out, lse, expected, expected_lse = merged(sizes, scale, order=order)
         assert relative_error(lse, expected_lse) < 1e-6, (
-            f"pieces of {sizes} keys: lse is not the logsumexp over all keys"
+            f"chunks of {sizes} keys: lse is not the logsumexp over all keys"
         )
-        assert relative_error(out, expected) < 1e-6, f"pieces of {sizes} keys: out is not the attention over all keys"
+        assert relative_error(out, expected) < 1e-6, f"chunks of {sizes} keys: out is not the attention over all keys"
     out, lse, expected, expected_lse = merged([3, 3, 3], 200)
     assert torch.isfinite(out).all() and torch.isfinite(lse).all(), "scores of 200 and more overflow: use differences"
     assert relative_error(out, expected) < 1e-4 and relative_error(lse, expected_lse) < 1e-5, (
         "scores of 200 and more: wrong numbers"
     )
     out, lse, expected, _ = merged([4] * 16, 1, torch.bfloat16)
-    assert relative_error(out, expected) < 4e-3, "pieces in BF16, sums in float32: out lost digits"
+    assert relative_error(out, expected) < 4e-3, "chunks in BF16, sums in float32: out lost digits"

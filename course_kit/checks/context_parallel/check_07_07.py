@@ -13,25 +13,25 @@ from course_lib.context_parallel import blocks
 def check() -> None:
     """Judge plain_forward and plain_backward."""
     for kv, causal in ((4, False), (2, True), (1, True)):
-        judge_whole(kv, causal)
+        judge_full(kv, causal)
     judge_far_rows()
     judge_bfloat16()
     judge_two_blocks()
 
 
-def judge_whole(kv: int, causal: bool) -> None:
+def judge_full(kv: int, causal: bool) -> None:
     """Judge a block that is all there is."""
     where = f"{kv} K/V heads, causal {causal}"
     q, k, v, gradient = some_heads(6, kv=kv)
     copies = [x.clone() for x in (q, k, v, gradient)]
     expected, *gradients = full_attention(q, k, v, gradient, causal)
-    told = blocks.plain_forward(q, k, v, causal)
-    assert told is not None and len(told) == 2, "plain_forward returns out and lse"
-    assert relative_error(told[0], expected) < 1e-9, f"{where}: out is not PyTorch's attention"
-    assert relative_error(told[1], logsumexp(q, k, causal)) < 1e-9, (
+    result = blocks.plain_forward(q, k, v, causal)
+    assert result is not None and len(result) == 2, "plain_forward returns out and lse"
+    assert relative_error(result[0], expected) < 1e-9, f"{where}: out is not PyTorch's attention"
+    assert relative_error(result[1], logsumexp(q, k, causal)) < 1e-9, (
         f"{where}: lse [b, s, a] is not log sum exp of the scores"
     )
-    got = blocks.plain_backward(gradient, q, k, v, *told, causal)
+    got = blocks.plain_backward(gradient, q, k, v, *result, causal)
     for name, mine, right in zip("qkv", got, gradients, strict=True):
         assert relative_error(mine, right) < 1e-9, f"{where}: the gradient of {name} is not autograd's"
     assert all(map(torch.equal, (q, k, v, gradient), copies)), "leave what is given as it is"
@@ -49,7 +49,8 @@ def judge_far_rows() -> None:
 def judge_bfloat16() -> None:
     """Judge dtypes and numbers in BF16."""
     q, k, v, gradient = some_heads(6, dtype=torch.bfloat16)
-    expected = full_attention(*(x.double() for x in (q, k, v, gradient)), True)
+    q64, k64, v64, gradient64 = (x.double() for x in (q, k, v, gradient))
+    expected = full_attention(q64, k64, v64, gradient64, True)
     out, lse = blocks.plain_forward(q, k, v, True)
     got = out, *blocks.plain_backward(gradient, q, k, v, out, lse, True)
     kinds = [str(x.dtype).removeprefix("torch.") for x in (*got, lse)]
@@ -64,9 +65,9 @@ def judge_two_blocks() -> None:
     q, k, v, gradient = some_heads(6, keys=10)
     expected, *gradients = full_attention(q, k, v, gradient, False)
     parts = slice(0, 3), slice(3, 10)
-    told = [blocks.plain_forward(q, k[:, part], v[:, part], False) for part in parts]
-    lse = torch.logaddexp(told[0][1], told[1][1])
-    out = sum((part_lse - lse).exp()[..., None] * part for part, part_lse in told)
+    result = [blocks.plain_forward(q, k[:, part], v[:, part], False) for part in parts]
+    lse = torch.logaddexp(result[0][1], result[1][1])
+    out = torch.stack([(part_lse - lse).exp()[..., None] * part for part, part_lse in result]).sum(0)
     assert relative_error(out, expected) < 1e-9, "two blocks of keys, merged: not the attention over all keys"
     first, second = (blocks.plain_backward(gradient, q, k[:, p], v[:, p], out, lse, False) for p in parts)
     sums = first[0] + second[0], torch.cat([first[1], second[1]], 1), torch.cat([first[2], second[2]], 1)

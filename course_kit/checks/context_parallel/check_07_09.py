@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from course_kit.checks.context_parallel.trials import SEQ, Forward, forward_trial, hidden, part_bytes
-from course_kit.checks.sequence_parallel.cases import told_of
+from course_kit.checks.sequence_parallel.cases import results_of
 from course_kit.checks.sequence_parallel.diary import total, unfinished
 from course_kit.labs.context_parallel import scores_of
 from course_kit.ranks import shared
@@ -16,9 +16,9 @@ def check() -> None:
     """Judge start_exchange and ring_forward on 2 and 4 ranks."""
     cases = [(n, forward_trial, "ring_forward", *how) for n, *how in LAYOUTS]
     with shared(4).within(20):
-        for layout, told in zip(LAYOUTS, told_of(cases[:1], cases[1:]), strict=True):
-            for rank, found in enumerate(told):
-                judge(rank, *layout, found)
+        for layout, report in zip(LAYOUTS, results_of(cases[:1], cases[1:]), strict=True):
+            for rank, result in enumerate(report):
+                judge(rank, *layout, result)
 
 
 def steps_with_work(rank: int, n: int, order: str, causal: bool) -> int:
@@ -27,29 +27,29 @@ def steps_with_work(rank: int, n: int, order: str, causal: bool) -> int:
     return sum(not causal or min(chunks_of((rank - step) % n, n, order)) <= last for step in range(n - 1))
 
 
-def judge(rank: int, n: int, order: str, causal: bool, told: Forward) -> None:
+def judge(rank: int, n: int, order: str, causal: bool, report: Forward) -> None:
     """Judge one rank in one layout; rank: among all of them."""
     where = f"{n} ranks, {order}, causal {causal}, rank {rank}"
-    left = unfinished(told.events)
+    left = unfinished(report.events)
     assert not left, f"{where}: {left} sends or receives are never waited for"
-    assert max(told.errors) < 1e-9, (
-        f"{where}: {'out' if told.errors[0] > 1e-9 else 'lse'} is not one process's: all visible keys?"
+    assert max(report.errors) < 1e-9, (
+        f"{where}: {'out' if report.errors[0] > 1e-9 else 'lse'} is not one process's: all visible keys?"
     )
-    assert told.same, f"{where}: q, k or v has changed"
-    sent, part = told.traffic.select("send"), part_bytes(n)
-    assert {r.collective for r in told.traffic.records} <= {"send", "recv"}, (
+    assert report.same, f"{where}: q, k or v has changed"
+    bytes_sent, part = report.traffic.select("send"), part_bytes(n)
+    assert {r.collective for r in report.traffic.records} <= {"send", "recv"}, (
         f"{where}: the ring sends and receives, no more"
     )
-    assert sent.bytes == (n - 1) * part and sent.calls == n - 1, (
-        f"{where}: {sent.calls} messages, {sent.bytes} bytes in all; {n - 1} of {part} bytes are enough, "
+    assert bytes_sent.bytes == (n - 1) * part and bytes_sent.calls == n - 1, (
+        f"{where}: {bytes_sent.calls} messages, {bytes_sent.bytes} bytes in all; {n - 1} of {part} bytes are enough, "
         "of k and v together"
     )
-    after, peers = rank // n * n + (rank + 1) % n, {r.peer for r in sent.records}
+    after, peers = rank // n * n + (rank + 1) % n, {r.peer for r in bytes_sent.records}
     assert peers == {after}, f"{where}: sends to {sorted(peers)}, and rank {after} comes next"
-    made, wanted = total(told.events, "attention"), scores_of(rank % n, n, order, SEQ, causal)
+    made, wanted = total(report.events, "attention"), scores_of(rank % n, n, order, SEQ, causal)
     assert made == wanted, f"{where}: {made} scores made, {wanted} are visible: each once, and no others"
-    words = [word for word, _ in told.events if "exchange" in word or word == "attention"]
-    assert "start exchange" in words, f"{where}: start the exchange with dist.batch_isend_irecv"
-    assert hidden(told.events, "exchange") >= steps_with_work(rank % n, n, order, causal), (
-        f"{where}: in each step start the exchange, attend, and then wait, not: {' · '.join(words)}"
+    names = [word for word, _ in report.events if "exchange" in word or word == "attention"]
+    assert "start exchange" in names, f"{where}: start the exchange with dist.batch_isend_irecv"
+    assert hidden(report.events, "exchange") >= steps_with_work(rank % n, n, order, causal), (
+        f"{where}: in each step start the exchange, attend, and then wait, not: {' · '.join(names)}"
     )

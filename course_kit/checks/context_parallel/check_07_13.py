@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from course_kit.checks.context_parallel.trials import SEQ, Both, method_trial
-from course_kit.checks.sequence_parallel.cases import told_of
+from course_kit.checks.sequence_parallel.cases import results_of
 from course_kit.labs.tensor_parallel.models import in_groups
 from course_kit.ranks import shared
 from course_lib.context_parallel import attention
@@ -26,8 +26,9 @@ def ulysses_trial(group: dist.ProcessGroup, *how) -> Both:
 
 def ulysses_refusal(group: dist.ProcessGroup) -> str:
     """On a rank: the error of 6 heads; empty where there is none."""
+    heads = torch.zeros(1, 2, 6, 4)
     try:
-        attention.ulysses_attention(*(torch.zeros(1, 2, 6, 4) for _ in range(3)), group)
+        attention.ulysses_attention(heads, heads, heads, group)
     except ValueError as error:
         return str(error)
     return ""
@@ -37,25 +38,25 @@ def check() -> None:
     """Judge AllToAll and ulysses_attention on 2 and 4 ranks."""
     ranks, cases = shared(4), [(n, ulysses_trial, *how) for n, *how in LAYOUTS]
     with ranks.within(20):
-        for (n, order, _, heads, kv), told in zip(LAYOUTS, told_of(cases[:1], cases[1:]), strict=True):
-            for rank, found in enumerate(told):
+        for (n, order, _, heads, kv), report in zip(LAYOUTS, results_of(cases[:1], cases[1:]), strict=True):
+            for rank, result in enumerate(report):
                 where = f"{n} ranks, {order}, {heads} heads, {kv} K/V heads, rank {rank}"
                 enough = 2 * SEQ // n * (2 * heads + 2 * max(kv, n)) * 8 * 8 * (n - 1) // n
-                judge(where, enough, found)
+                judge(where, enough, result)
         assert "6 heads" in ranks(in_groups, 4, ulysses_refusal)[0], (
             "6 heads can't be shared by 4 ranks: check_heads says so"
         )
 
 
-def judge(where: str, enough: int, told: Both) -> None:
+def judge(where: str, enough: int, report: Both) -> None:
     """Judge one rank in one layout; enough: bytes sent each way."""
-    for name, error in zip(("out", "q's gradient", "k's gradient", "v's gradient"), told.errors, strict=True):
+    for name, error in zip(("out", "q's gradient", "k's gradient", "v's gradient"), report.errors, strict=True):
         advice = "are heads, tokens and order right?" if name == "out" else "AllToAll's backward?"
         assert error < 1e-9, f"{where}: {name} is not one process's: {advice}"
-    assert told.blocks, f"{where}: the `attention` that was given is never called"
-    for traffic, word in ((told.forward, "forward"), (told.backward, "backward")):
-        sent = [r.collective for r in traffic.records]
-        assert sent == ["all_to_all"] * 2, (
-            f"{where}, {word}: sends {sent}; two all-to-alls: q, k and v in one, out in the other"
+    assert report.blocks, f"{where}: the `attention` that was given is never called"
+    for traffic, word in ((report.forward, "forward"), (report.backward, "backward")):
+        bytes_sent = [r.collective for r in traffic.records]
+        assert bytes_sent == ["all_to_all"] * 2, (
+            f"{where}, {word}: sends {bytes_sent}; two all-to-alls: q, k and v in one, out in the other"
         )
         assert traffic.bytes == enough, f"{where}, {word}: {traffic.bytes} bytes sent, {enough} are enough"

@@ -38,14 +38,14 @@ def factor(method: str, n: int, heads: int, kv_heads: int) -> float:
 def check(megabytes_sent: dict[str, float | None]) -> None:
     """Judge the prediction by the formula; print what this code sends, scaled up."""
     with shared(4).within(20):
-        sent = measured()
+        bytes_sent = measured()
     keys = TOKENS // RANKS * KV_HEADS * D * 2 / 1e6  # MB of a rank's keys
-    for name in sent:
-        expected, said = factor(name, RANKS, HEADS, KV_HEADS) * keys, megabytes_sent.get(name)
-        assert said and abs(said / expected - 1) < 0.02, (
-            f"{name}: {said} MB is not what this code sends, scaled up from 4 ranks and 16 tokens"
+    for name in bytes_sent:
+        expected, message = factor(name, RANKS, HEADS, KV_HEADS) * keys, megabytes_sent.get(name)
+        assert message and abs(message / expected - 1) < 0.02, (
+            f"{name}: {message} MB is not what this code sends, scaled up from 4 ranks and 16 tokens"
         )
     small = 2 * SEQ // 4 * 4 * 8 * 8  # bytes of a rank's keys in the trial: [b, s/n, heads, d] in float64
-    for name, found in sent.items():
-        scaled = found / small / factor(name, 4, 4, 4) * factor(name, RANKS, HEADS, KV_HEADS)
+    for name, result in bytes_sent.items():
+        scaled = result / small / factor(name, 4, 4, 4) * factor(name, RANKS, HEADS, KV_HEADS)
         print(f"{name:<12}{scaled * keys:>8.0f} MB per rank")

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from course_kit.checks.context_parallel.trials import NotedBlock
-from course_kit.checks.sequence_parallel.cases import told_of
+from course_kit.checks.sequence_parallel.cases import results_of
 from course_kit.checks.sequence_parallel.diary import Diary
 from course_kit.labs.sequence_parallel.models import ONE_LAYER, Training, batch_of, one_process
 from course_kit.labs.tensor_parallel.models import TINY, in_groups, relative_error, sgd
 from course_kit.ranks import shared
-from course_kit.typed import grad_of, transformer_blocks
+from course_kit.typed import grad_of, override, transformer_blocks
 from course_lib.collectives.traffic import count_traffic
 from course_lib.context_parallel import model as context
+from course_lib.context_parallel.blocks import AttentionBlock
 from course_lib.data_parallel.replicas import DataParallel, parallel_accumulate
 from course_lib.sequence_parallel.shards import ORDERS, local_positions, shard_sequence
 from course_lib.single_gpu.model import ModelConfig, Transformer
@@ -31,7 +32,7 @@ LAYOUTS = (  # ranks, method, order, model, steps
 )
 
 
-class Told(NamedTuple):
+class RankResult(NamedTuple):
     """One rank's results of some training steps, with gradients averaged over the group."""
 
     losses: list[float]
@@ -42,39 +43,40 @@ class Told(NamedTuple):
     attended: int  # calls of the block that was given
 
 
-def context_trial(group: dist.ProcessGroup, method: str, order: str, config: ModelConfig, steps: int) -> Told:
+def context_trial(group: dist.ProcessGroup, method: str, order: str, config: ModelConfig, steps: int) -> RankResult:
     """Train a model with context parallelism."""
     model = context.apply_context_parallel(Transformer(config), group, method, order)
     dp = DataParallel(model, group)
-    optimizer, losses, gradients = sgd(model.parameters()), [], {}
-    batch = tuple(shard_sequence(each, group, order) for each in batch_of(config))
+    optimizer, losses = sgd(model.parameters()), []
+    gradients: dict[str, torch.Tensor] = {}
+    inputs, targets = (shard_sequence(each, group, order) for each in batch_of(config))
     for _ in range(steps):
         optimizer.zero_grad()
-        losses.append(parallel_accumulate(dp, [batch]).item())
+        losses.append(parallel_accumulate(dp, [(inputs, targets)]).item())
         gradients = gradients or {name: grad_of(p).clone() for name, p in model.named_parameters()}
         optimizer.step()
     with torch.no_grad():
-        given = batch[0], local_positions(batch[0].shape[1], group, order)
-        plain, named = model(batch[0]), model(given[0], positions=given[1])
+        given = inputs, local_positions(inputs.shape[1], group, order)
+        plain, named = model(inputs), model(given[0], positions=given[1])
         same = torch.equal(model(*given), plain) and torch.equal(named, plain)
         other = torch.equal(model(given[0], positions=given[1] * 2), named)
         block = NotedBlock(Diary())
-        noted = context.apply_context_parallel(Transformer(config), group, method, order, block)
+        noted = context.apply_context_parallel(Transformer(config), group, method, order, cast(AttentionBlock, block))
         with count_traffic() as traffic:
-            noted(batch[0])
+            noted(inputs)
     sent = sorted({r.collective for r in traffic.records})
     weights = {name: p.detach() for name, p in model.named_parameters()}
-    return Told(losses, gradients, weights, same and not other, sent, len(block.diary.events))
+    return RankResult(losses, gradients, weights, same and not other, sent, len(block.diary.events))
 
 
 def context_refusals(group: dist.ProcessGroup) -> tuple[list[str], bool]:
     """On 4 ranks: the impossible wishes that are granted; and whether a model that was refused is as it was before."""
-    model, said = Transformer(ONE_LAYER), []
+    model, message = Transformer(ONE_LAYER), []
     split = context.apply_context_parallel(Transformer(ONE_LAYER), group)
     cores = [block.attention.core for block in transformer_blocks(split)]
     six = Transformer(ModelConfig(1, 48, 6, 6, 100, 97))
     stage = context.apply_context_parallel(Transformer(ONE_LAYER), group)
-    stage.embedding = None
+    override(stage, embedding=None)
     for wish, attempt in (
         ("method 'star'", lambda: context.apply_context_parallel(model, group, "star")),
         ("order 'zag'", lambda: context.apply_context_parallel(model, group, order="zag")),
@@ -85,10 +87,10 @@ def context_refusals(group: dist.ProcessGroup) -> tuple[list[str], bool]:
     ):
         try:
             attempt()
-            said.append(wish)
+            message.append(wish)
         except ValueError:
             pass
-    return said, cores == [block.attention.core for block in transformer_blocks(split)]
+    return message, cores == [block.attention.core for block in transformer_blocks(split)]
 
 
 def wrong_cores(group: dist.ProcessGroup) -> str | None:
@@ -112,10 +114,10 @@ def check() -> None:
     """Judge fill_positions and apply_context_parallel on 2 and 4 ranks."""
     ranks, cases = shared(4), [(n, context_trial, *how) for n, *how in LAYOUTS]
     with ranks.within(20):
-        for (n, method, order, config, steps), outcome in zip(LAYOUTS, told_of(cases[:1], cases[1:]), strict=True):
+        for (n, method, order, config, steps), outcome in zip(LAYOUTS, results_of(cases[:1], cases[1:]), strict=True):
             expected = one_process(config, steps)
-            for rank, told in enumerate(outcome):
-                judge(f"{n} ranks, {method}, {order}, rank {rank}", method, expected, told)
+            for rank, result in enumerate(outcome):
+                judge(f"{n} ranks, {method}, {order}, rank {rank}", method, expected, result)
         for rank, wrong in enumerate(ranks(in_groups, 4, wrong_cores)):
             assert wrong is None, f"rank {rank}: {wrong}"
         for rank, (granted, same) in enumerate(ranks(in_groups, 4, context_refusals)):
@@ -123,22 +125,24 @@ def check() -> None:
             assert same, f"rank {rank}: a model that was refused has changed all the same"
 
 
-def judge(where: str, method: str, expected: Training, told: Told) -> None:
+def judge(where: str, method: str, expected: Training, result: RankResult) -> None:
     """Judge the training on one rank."""
-    assert told.sent == {"ring": ["recv", "send"], "ulysses": ["all_to_all"]}.get(method, [method]), (
-        f"{where}: attention sends by {told.sent}: is each block's core the chosen method?"
+    assert result.sent == {"ring": ["recv", "send"], "ulysses": ["all_to_all"]}.get(method, [method]), (
+        f"{where}: attention sends by {result.sent}: is each block's core the chosen method?"
     )
-    assert told.attended, f"{where}: the `attention` that was given is never called: hand it on to the method"
-    first, right = told.losses[0], expected.losses[0]
+    assert result.attended, f"{where}: the `attention` that was given is never called: hand it on to the method"
+    first, right = result.losses[0], expected.losses[0]
     assert math.isclose(first, right, rel_tol=1e-6), (
         f"{where}: the first loss is {first:.6f}, not {right:.6f}: positions, order, group?"
     )
     for name, gradient in expected.gradients.items():
-        assert relative_error(told.gradients[name], gradient) < 1e-5, (
+        assert relative_error(result.gradients[name], gradient) < 1e-5, (
             f"{where}: {name}'s gradient is wrong: positions, order?"
         )
-        assert relative_error(told.weights[name], expected.weights[name]) < 1e-5, f"{where}: {name} differs in the end"
-    assert np.allclose(told.losses, expected.losses, rtol=1e-5), (
-        f"{where}: losses {told.losses}, one process's are {expected.losses}"
+        assert relative_error(result.weights[name], expected.weights[name]) < 1e-5, (
+            f"{where}: {name} differs in the end"
+        )
+    assert np.allclose(result.losses, expected.losses, rtol=1e-5), (
+        f"{where}: losses {result.losses}, one process's are {expected.losses}"
     )
-    assert told.positions_used, f"{where}: positions that the caller gives are to be used as they are"
+    assert result.positions_used, f"{where}: positions that the caller gives are to be used as they are"

@@ -18,11 +18,11 @@ from course_lib.sequence_parallel.shards import chunks_of
 SEQ = 16  # tokens of the sequence
 
 
-def own_tokens(whole: torch.Tensor, group: dist.ProcessGroup, order: str) -> torch.Tensor:
+def local_tokens(full: torch.Tensor, group: dist.ProcessGroup, order: str) -> torch.Tensor:
     """Return this rank's tokens of a tensor [b, s, ...]."""
-    own = chunks_of(group.rank(), group.size(), order)
-    parts = whole.chunk(len(own) * group.size(), 1)
-    return torch.cat([parts[c] for c in own], 1)
+    local = chunks_of(group.rank(), group.size(), order)
+    parts = full.chunk(len(local) * group.size(), 1)
+    return torch.cat([parts[c] for c in local], 1)
 
 
 def logsumexp(q: torch.Tensor, k: torch.Tensor, causal: bool) -> torch.Tensor:
@@ -73,12 +73,14 @@ def forward_trial(group: dist.ProcessGroup, function: str, order: str, causal: b
     """Try a function of course_lib.context_parallel.attention, of this name."""
     q, k, v, gradient = some_heads(SEQ)
     expected = full_attention(q, k, v, gradient, causal)[0], logsumexp(q, k, causal)
-    own = [own_tokens(x, group, order) for x in (q, k, v)]
-    copies = [x.clone() for x in own]
+    local = [local_tokens(x, group, order) for x in (q, k, v)]
+    copies = [x.clone() for x in local]
     with Diary() as diary, count_traffic() as traffic:
-        got = getattr(attention, function)(*own, group, causal, NotedBlock(diary), order)
-    errors = tuple(relative_error(mine, own_tokens(x, group, order)) for mine, x in zip(got, expected, strict=True))
-    return Forward(errors, diary.events, traffic, all(map(torch.equal, own, copies)))
+        got = getattr(attention, function)(*local, group, causal, NotedBlock(diary), order)
+    out_error, lse_error = (
+        relative_error(mine, local_tokens(x, group, order)) for mine, x in zip(got, expected, strict=True)
+    )
+    return Forward((out_error, lse_error), diary.events, traffic, all(map(torch.equal, local, copies)))
 
 
 def backward_trial(
@@ -91,15 +93,16 @@ def backward_trial(
 ) -> Backward:
     """Try a function of course_lib.context_parallel.attention, of this name. out and lse are one process's."""
     q, k, v, gradient = some_heads(seq, dtype=dtype)
-    out, *expected = full_attention(*(x.double() for x in (q, k, v, gradient)), causal)
+    q64, k64, v64, gradient64 = (x.double() for x in (q, k, v, gradient))
+    out, *expected = full_attention(q64, k64, v64, gradient64, causal)
     given = [
-        own_tokens(x, group, order).contiguous() for x in (gradient, q, k, v, out.to(dtype), logsumexp(q, k, causal))
+        local_tokens(x, group, order).contiguous() for x in (gradient, q, k, v, out.to(dtype), logsumexp(q, k, causal))
     ]
     copies = [x.clone() for x in given]
     with Diary() as diary, count_traffic() as traffic:
         got = getattr(attention, function)(*given, group, causal, NotedBlock(diary), order)
     same = all(map(torch.equal, given, copies))
-    errors = [relative_error(m.double(), own_tokens(x, group, order)) for m, x in zip(got, expected, strict=True)]
+    errors = [relative_error(m.double(), local_tokens(x, group, order)) for m, x in zip(got, expected, strict=True)]
     return Backward(errors, diary.events, traffic, same, [x.dtype for x in got])
 
 
@@ -118,14 +121,14 @@ def method_trial(
     """Try a function that takes (q, k, v, group, causal, attention, order) and returns out."""
     q, k, v, gradient = some_heads(SEQ, heads, kv)
     expected = full_attention(q, k, v, gradient, causal)
-    own = [own_tokens(x, group, order).contiguous().requires_grad_() for x in (q, k, v)]
+    local = [local_tokens(x, group, order).contiguous().requires_grad_() for x in (q, k, v)]
     diary = Diary()
     with count_traffic() as forward:
-        out = method(*own, group, causal, NotedBlock(diary), order)
+        out = method(*local, group, causal, NotedBlock(diary), order)
     made = len(diary.events)
     with count_traffic() as backward:
-        got = out.detach(), *torch.autograd.grad(out, own, own_tokens(gradient, group, order))
-    errors = [relative_error(mine, own_tokens(x, group, order)) for mine, x in zip(got, expected, strict=True)]
+        got = out.detach(), *torch.autograd.grad(out, local, local_tokens(gradient, group, order))
+    errors = [relative_error(mine, local_tokens(x, group, order)) for mine, x in zip(got, expected, strict=True)]
     return Both(errors, forward, backward, made)
 
 
@@ -135,11 +138,13 @@ def part_bytes(n: int) -> int:
 
 
 def hidden(events: list[Event], word: str) -> int:
-    """Return the number of transfers of this name that have attention between their start and the first wait for them."""
+    """Return the number of transfers of this name that have attention between their start and the first wait for
+    them.
+    """
     count = 0
-    for place, (what, _) in enumerate(events):
+    for position, (what, _) in enumerate(events):
         if what == f"start {word}":
-            wait = f"wait {word}", place
+            wait = f"wait {word}", position
             end = [*events, wait].index(wait)
-            count += any(name == "attention" for name, _ in events[place:end])
+            count += any(name == "attention" for name, _ in events[position:end])
     return count

@@ -20,17 +20,19 @@ def naive_trial(group: dist.ProcessGroup | None) -> tuple[Tensors, Traffic, list
     """Return this rank's averaged gradients, its traffic, and what has changed that should not have, or has not."""
     rank = dist.get_rank(group)
     model, (inputs, targets) = Transformer(TINY), batch_of(rank, TINY)
-    model.norm.weight.requires_grad_(False)
+    norm = model.norm
+    assert norm is not None
+    norm.weight.requires_grad_(False)
     loss(model(inputs), targets).backward()
     model.bf16 = nn.Parameter(torch.zeros(7, dtype=torch.bfloat16))
     model.bf16.grad = torch.full_like(model.bf16, rank)
     before = [p.detach().clone() for p in model.parameters()]
-    own = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    local = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     with count_traffic() as traffic:
         naive.average_gradients(model, group)
     wrong = [n for (n, p), b in zip(model.named_parameters(), before, strict=True) if not torch.equal(p, b)]
     grads = [p.grad for p in model.parameters() if p.grad is not None]
-    if all(torch.equal(g, o) for g, o in zip(grads, own, strict=True)):
+    if all(torch.equal(g, o) for g, o in zip(grads, local, strict=True)):
         wrong = ["no gradient"]
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, traffic, wrong
 

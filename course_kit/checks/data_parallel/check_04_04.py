@@ -34,7 +34,7 @@ def overlap_trial(group: dist.ProcessGroup | None, steps: int) -> tuple:
         with after_backward as late:
             finish()
         changed += [name for (name, p), was in zip(named, before, strict=True) if not torch.equal(p, was)]
-        changed += [name for name, p in named if p.untyped_storage().data_ptr() in watched.sent]
+        changed += [name for name, p in named if p.untyped_storage().data_ptr() in watched.in_flight]
         first = first or {name: grad_of(p).clone() for name, p in named}
         sgd_step(model)
     weights = {name: p.detach() for name, p in named}

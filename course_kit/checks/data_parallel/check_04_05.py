@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from course_lib.data_parallel import buckets
@@ -20,9 +22,9 @@ def placed(parameters: Iterable[nn.Parameter], names: dict[nn.Parameter, str], b
     assert is_list and all(isinstance(p, nn.Parameter) for bucket in made for p in bucket), (
         "return a list of buckets, each of them a list of parameters"
     )
-    place = {parameter: i for i, parameter in enumerate(names)}
-    found = [[place[parameter] for parameter in bucket] for bucket in made]
-    counts = {name: sum(bucket.count(i) for bucket in found) for i, name in enumerate(names.values())}
+    position = {parameter: i for i, parameter in enumerate(names)}
+    result = [[position[parameter] for parameter in bucket] for bucket in made]
+    counts = {name: sum(bucket.count(i) for bucket in result) for i, name in enumerate(names.values())}
     lost, twice = [name for name, n in counts.items() if n == 0], [name for name, n in counts.items() if n > 1]
     assert len(lost) < len(names), "no parameter is in any bucket (an iterator can be read only once)"
     which = ", ".join(lost[:3]) + (", ..." if len(lost) > 3 else "")
@@ -31,7 +33,7 @@ def placed(parameters: Iterable[nn.Parameter], names: dict[nn.Parameter, str], b
         "list hold the buckets still being filled at the end?"
     )
     assert not twice, f"bucket_bytes {bucket_bytes:,}: {twice[0]} is in a bucket more than once"
-    return found
+    return result
 
 
 def check() -> None:
@@ -51,7 +53,8 @@ def check() -> None:
             assert not fits, "a bucket ends although the next parameter would fit"
     mixed = [nn.Parameter(torch.zeros(10, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16) * 5]
     mixed[2] = nn.Parameter(torch.zeros(10, device="meta"))
-    placement_of(mixed[4]).reduce_group, placement_of(mixed[6]).reduce_group = "a group", "another group"
+    for index, group in ((4, "a group"), (6, "another group")):
+        placement_of(mixed[index]).reduce_group = cast(dist.ProcessGroup, group)
     names = {parameter: f"parameter {i}" for i, parameter in enumerate(mixed)}
     made = placed(iter(mixed), names, 1000)
     assert sorted(map(sorted, made)) == [[0, 8], [1, 3, 5, 7, 9], [2], [4], [6]], (

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -11,7 +13,7 @@ from torch import nn
 from course_kit.checks.data_parallel.comparing import TINY, bucket_count, cause, farthest, in_group, one_process
 from course_kit.checks.data_parallel.watched import Watched
 from course_kit.labs.data_parallel import batch_of, sgd_step
-from course_kit.typed import grad_of
+from course_kit.typed import grad_of, override
 from course_lib.collectives.traffic import Traffic, count_traffic
 from course_lib.data_parallel import buckets, replicas
 from course_lib.single_gpu.model import Transformer, loss
@@ -40,13 +42,14 @@ def launch_order(
 
     arrivals: the order in which the gradients come, by bucket.
     """
-    parameters, launched, told = [nn.Parameter(torch.zeros(3)) for _ in arrivals], [], []
+    parameters, result = [nn.Parameter(torch.zeros(3)) for _ in arrivals], []
+    launched: list[int] = []
     names = {p: f"parameter {i}" for i, p in enumerate(parameters)}
-    reducer = buckets.Reducer(names, Four(), mode, 1, reduce_dtype)
+    reducer = buckets.Reducer(names, cast(dist.ProcessGroup, Four()), mode, 1, reduce_dtype)
     for number, bucket in enumerate(reducer.buckets):
-        bucket.launch, bucket.work = lambda number=number: launched.append(number), Launched()
+        override(bucket, launch=functools.partial(launched.append, number), work=Launched())
     for number in arrivals:
-        bucket = reducer.buckets[number]
+        bucket = cast(buckets.Bucket, reducer.buckets[number])
         (parameter,) = bucket.parameters
         parameter.grad = torch.ones(3)
         reducer.add(parameter, True)
@@ -58,8 +61,8 @@ def launch_order(
         assert parameter not in bucket.missing, (
             f"mode {mode}: the gradient is final, its parameter is still in bucket.missing: take it out, in every mode"
         )
-        told.append(list(launched))
-    return told
+        result.append(list(launched))
+    return result
 
 
 def dp_trial(
@@ -80,7 +83,7 @@ def dp_trial(
             with dp.no_sync(), count_traffic() as traffic:
                 (loss(dp(part_inputs), part_targets) / micro_batches).backward()
             quiet += traffic
-            in_buckets = [p.grad is dp.reducer.bucket_of[p].views[p] for p in dp.parameters()]
+            in_buckets = [p.grad is cast(buckets.Bucket, dp.reducer.bucket_of[p]).views[p] for p in dp.parameters()]
             assert all(in_buckets), (
                 "store the gradients of all micro-batches in their buckets, not of the last one only"
             )
@@ -104,10 +107,10 @@ def check_order() -> None:
     """Assert which buckets start after each gradient, without any rank."""
     for arrivals in ((0, 1, 2, 3), (2, 0, 3, 1), (3, 2, 1, 0)):
         for count, launched in enumerate(launch_order(arrivals), start=1):
-            there = arrivals[:count]
-            expected = [k for k in range(4) if set(range(k + 1)) <= set(there)]
+            present = arrivals[:count]
+            expected = [k for k in range(4) if set(range(k + 1)) <= set(present)]
             assert launched == expected, (
-                f"buckets complete, in order: {there}; to be launched by then: {expected}, not {launched}: "
+                f"buckets complete, in order: {present}; to be launched by then: {expected}, not {launched}: "
                 "each after all before it, and all that can"
             )
     assert launch_order((0, 1, 2, 3), "naive", torch.float64)[-1] == [], "naive starts nothing during backward"
@@ -141,9 +144,9 @@ def check() -> None:
                 assert early.calls + late.calls == expected, (
                     f"{where}: {early.calls + late.calls} all-reduces, not {expected}"
                 )
-                sent = 2 * 3 * 4 * elements // 4
-                assert abs(early.bytes + late.bytes - sent) <= 2 * expected, (
-                    f"{where}: {early.bytes + late.bytes:,} bytes, not {sent:,}"
+                bytes_sent = 2 * 3 * 4 * elements // 4
+                assert abs(early.bytes + late.bytes - bytes_sent) <= 2 * expected, (
+                    f"{where}: {early.bytes + late.bytes:,} bytes, not {bytes_sent:,}"
                 )
                 if mode == "naive":
                     assert early.calls == 0, f"{where}: naive starts nothing during backward"

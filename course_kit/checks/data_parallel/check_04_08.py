@@ -54,12 +54,12 @@ def in_one_process(lengths: Lengths, dtype: torch.dtype) -> tuple[Tensors, torch
 def uneven_trial(group: dist.ProcessGroup | None, cases: tuple[Lengths, ...], dtype: torch.dtype) -> tuple:
     """Return gradients, loss and traffic of each case, the dtype of each forward, and each call of the loss."""
     dp = replicas.DataParallel(Transformer(TINY), group, bucket_mb=0.02)
-    told, dtypes, asked = [], [], []
+    result, dtypes, asked = [], [], []
 
     def note(*_) -> None:
         dtypes.append(torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32)
 
-    def own_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def local_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         asked.append(len(targets))
         return summed(logits, targets)
 
@@ -68,14 +68,14 @@ def uneven_trial(group: dist.ProcessGroup | None, cases: tuple[Lengths, ...], dt
         dp.zero_grad()
         with count_traffic() as traffic:
             try:
-                mean = replicas.parallel_accumulate(dp, uneven(lengths, dist.get_rank(group)), dtype, own_loss)
+                mean = replicas.parallel_accumulate(dp, uneven(lengths, dist.get_rank(group)), dtype, local_loss)
             except NotImplementedError:
                 raise
             except RuntimeError as error:
                 raise AssertionError(f"{error}; all micro-batches but the last belong into no_sync()") from error
         assert not dp.reducer.unfinished, "finish() is missing: gradients are still in flight when you return"
-        told.append(({name: grad_of(p).clone() for name, p in dp.module.named_parameters()}, mean, traffic))
-    return told, dtypes, asked
+        result.append(({name: grad_of(p).clone() for name, p in dp.module.named_parameters()}, mean, traffic))
+    return result, dtypes, asked
 
 
 def check() -> None:
@@ -89,14 +89,14 @@ def check() -> None:
 
 
 def check_rank(
-    rank: int, cases: tuple[Lengths, ...], dtype: torch.dtype, told: list, dtypes: list, asked: list
+    rank: int, cases: tuple[Lengths, ...], dtype: torch.dtype, result: list, dtypes: list, asked: list
 ) -> None:
     """Assert what one rank of a group has told of the cases."""
     n, buckets = len(cases[0]), bucket_count(Transformer(TINY), 0.02e6)
     parts = sum(len(lengths[rank]) for lengths in cases)
     assert dtypes == [dtype] * parts, f"rank {rank}: {parts} micro-batches in {dtype}, and they ran in {dtypes}"
     assert asked == [1] * parts, f"rank {rank}: loss_of is called for {len(asked)} of {parts} micro-batches"
-    for lengths, (got, mean_loss, traffic) in zip(cases, told, strict=True):
+    for lengths, (got, mean_loss, traffic) in zip(cases, result, strict=True):
         expected, mean = in_one_process(lengths, dtype)
         where = f"targets {lengths}, {dtype}, rank {rank}"
         groups = {record.group for record in traffic.records}

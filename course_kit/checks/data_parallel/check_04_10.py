@@ -18,9 +18,9 @@ from course_lib.data_parallel import replicas
 NAN = float("nan")
 
 
-def put(place: int, value: float) -> Callable[[torch.Tensor], None]:
+def put(position: int, value: float) -> Callable[[torch.Tensor], None]:
     """Return a function that puts a value in a place."""
-    return lambda values: values.__setitem__(place, value)
+    return lambda values: values.__setitem__(position, value)
 
 
 def swap(i: int, j: int) -> Callable[[torch.Tensor], None]:
@@ -62,9 +62,9 @@ def altered_trial(group: dist.ProcessGroup | None) -> tuple[list[str], Traffic, 
     tensors = [*module.parameters(), *module.buffers()]
     before, watched = [tensor.detach().clone() for tensor in tensors], Largest()
     with watched as traffic:
-        found = replicas.find_diverged_params(module, group)
+        result = replicas.find_diverged_params(module, group)
     same = all(torch.equal(b.nan_to_num(), t.nan_to_num()) for b, t in zip(before, tensors, strict=True))
-    return found, traffic, watched.largest, same, len(tensors)
+    return result, traffic, watched.largest, same, len(tensors)
 
 
 def check() -> None:
@@ -74,20 +74,20 @@ def check() -> None:
     with shared(4).within(20):
         for n in (3, 4):
             expected = {name for number, name in enumerate(CHANGES) if number % 4 >= 4 - n}
-            for rank, (found, traffic, largest, same, tensors) in enumerate(in_group(n, altered_trial), start=4 - n):
-                assert isinstance(found, list), "return a list of names"
+            for rank, (result, traffic, largest, same, tensors) in enumerate(in_group(n, altered_trial), start=4 - n):
+                assert isinstance(result, list), "return a list of names"
                 assert {record.group for record in traffic.records} <= {tuple(range(4 - n, 4))}, (
                     "talk within `group` alone"
                 )
-                missed, wrong = sorted(expected - set(found)), sorted(set(found) - expected)
+                missed, wrong = sorted(expected - set(result)), sorted(set(result) - expected)
                 assert not missed, f"rank {rank} does not find {missed}. Has each bit a weight of its own?"
                 assert not wrong, f"rank {rank} finds {wrong}, which are the same on all ranks of the group"
-                assert len(found) == len(expected), f"rank {rank} names a tensor twice: {found}"
+                assert len(result) == len(expected), f"rank {rank} names a tensor twice: {result}"
                 received = (
                     traffic.bytes / (2 * (n - 1) / n) if traffic.select("all_reduce").calls else traffic.bytes / (n - 1)
                 )
                 assert received <= 16 * tensors, (
                     f"rank {rank} shares {received:,.0f} bytes; 16 for each of {tensors} tensors are enough"
                 )
-                assert largest <= 8 * 2**20, f"you make a tensor of {largest:,} bytes: go in pieces of 2**20 elements"
+                assert largest <= 8 * 2**20, f"you make a tensor of {largest:,} bytes: go in chunks of 2**20 elements"
                 assert same, "the check must not change the model"

@@ -1,4 +1,4 @@
-"""What several checks of notebook 04 compare with: one process that has all batches, and how many buckets it takes."""
+"""References of several checks of notebook 04: one process that has all batches, and how many buckets it takes."""
 
 from __future__ import annotations
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from course_kit.typed import override, transformer_blocks
 from course_lib.collectives.traffic import Traffic, count_traffic
-from course_lib.single_gpu.model import Transformer
 
 
 class Watched(count_traffic):
@@ -17,7 +18,8 @@ class Watched(count_traffic):
     """
 
     def __enter__(self) -> Traffic:
-        self.waits, self.futures, self.touched, self.sent = 0, 0, 0, {}
+        self.waits, self.futures, self.touched = 0, 0, 0
+        self.in_flight: dict[int, torch.Tensor] = {}
         self.methods = dist.Work.wait, dist.Work.get_future
 
         def wait(work: dist.Work, *args) -> bool:
@@ -28,26 +30,27 @@ class Watched(count_traffic):
             self.futures += 1
             return self.methods[1](work)
 
-        dist.Work.wait, dist.Work.get_future = wait, get_future
+        override(dist.Work, wait=wait, get_future=get_future)
         return super().__enter__()
 
     def __exit__(self, *error):
-        dist.Work.wait, dist.Work.get_future = self.methods
+        wait, get_future = self.methods
+        override(dist.Work, wait=wait, get_future=get_future)
         return super().__exit__(*error)
 
-    def __torch_dispatch__(self, function: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None):
-        for argument, value in zip(function._schema.arguments, args, strict=False) if self.sent else ():
+    def __torch_dispatch__(self, function: Any, types: tuple, args: tuple = (), kwargs: dict | None = None):
+        for argument, value in zip(function._schema.arguments, args, strict=False) if self.in_flight else ():
             if isinstance(value, torch.Tensor) and argument.alias_info is not None and argument.alias_info.is_write:
-                self.touched += value.untyped_storage().data_ptr() in self.sent
+                self.touched += value.untyped_storage().data_ptr() in self.in_flight
         result = super().__torch_dispatch__(function, types, args, kwargs)
         if function.namespace == "c10d":
-            self.sent |= {tensor.untyped_storage().data_ptr(): tensor for tensor in args[0]}
+            self.in_flight |= {tensor.untyped_storage().data_ptr(): tensor for tensor in args[0]}
         return result
 
-    def blocks(self, model: Transformer) -> Watched:
+    def blocks(self, model: nn.Module) -> Watched:
         """Note for each block how many all-reduces have started when backward comes to it; return self."""
-        self.seen = []
-        for block in model.blocks:
+        self.seen: list[int] = []
+        for block in transformer_blocks(model):
             block.mlp_norm.register_full_backward_pre_hook(lambda *_: self.seen.append(self.traffic.calls))
         return self
 
@@ -57,7 +60,7 @@ class Largest(count_traffic):
 
     largest = 0
 
-    def __torch_dispatch__(self, function: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None):
+    def __torch_dispatch__(self, function: Any, types: tuple, args: tuple = (), kwargs: dict | None = None):
         result = super().__torch_dispatch__(function, types, args, kwargs)
         self.largest = max(self.largest, result.nbytes if isinstance(result, torch.Tensor) else 0)
         return result

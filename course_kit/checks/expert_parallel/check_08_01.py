@@ -16,8 +16,8 @@ def check() -> None:
         assert gates.shape == scores.shape, f"gates are {list(gates.shape)}: dense, as the scores"
         best = scores.detach().topk(k).indices.sort().values
         for token, row in enumerate(gates):
-            found = row.nonzero().flatten()
-            assert found.tolist() == best[token].tolist(), f"k = {k}, token {token}: goes to {found.tolist()}"
+            result = row.nonzero().flatten()
+            assert result.tolist() == best[token].tolist(), f"k = {k}, token {token}: goes to {result.tolist()}"
         wanted = scores.detach().where(gates.detach() != 0, 0.0)
         wanted = wanted / wanted.sum(-1, keepdim=True) if k > 1 else wanted
         how = "divided by their sum" if k > 1 else "as they are"
@@ -29,8 +29,8 @@ def check() -> None:
     lowest = scores.detach().min(-1).values
     assert torch.equal(turned.detach().max(-1).values, lowest), "`ranking` chooses, `scores` are the gates"
     alike = torch.full((1, 5), 0.2)
-    chosen = (router.top_k_gates(alike, alike, 2) > 0).sum()
-    assert chosen == 2, "five equal scores, k = 2: two are chosen, not more"
+    selected = (router.top_k_gates(alike, alike, 2) > 0).sum()
+    assert selected == 2, "five equal scores, k = 2: two are chosen, not more"
     sharp = torch.tensor([[200.0, 0.0, -1.0]])
-    chosen = (router.top_k_gates(sharp.softmax(-1), sharp, 2) > 0).sum()
-    assert chosen == 2, "a chosen gate that underflows must stay above 0"
+    selected = (router.top_k_gates(sharp.softmax(-1), sharp, 2) > 0).sum()
+    assert selected == 2, "a chosen gate that underflows must stay above 0"

@@ -15,8 +15,8 @@ def check() -> None:
         for work in judge_way(experts.batched_experts, kind, number=slots, enough=8 * slots * ONE_CHOICE):
             assert not work.read, f"{work.read[0]} makes the host wait for the device"
     module, (x, gates, _) = some_experts(), some_choices()
-    kept = gates.detach() * (gates.detach().t() >= gates.detach().t().topk(3, dim=1).values[:, -1:]).t()
-    assert relative_error(experts.batched_experts(module, x, gates, 3), by_token(module, x, kept)) < 1e-5, (
+    saved = gates.detach() * (gates.detach().t() >= gates.detach().t().topk(3, dim=1).values[:, -1:]).t()
+    assert relative_error(experts.batched_experts(module, x, gates, 3), by_token(module, x, saved)) < 1e-5, (
         "with 3 slots an expert takes the tokens of its 3 largest gates"
     )
     assert relative_error(experts.batched_experts(module, x, gates, 999), by_token(module, x, gates)) < 1e-5, (

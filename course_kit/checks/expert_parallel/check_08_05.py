@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 
 from course_kit.checks.expert_parallel.work import Work
 from course_kit.labs.expert_parallel.experts import by_token
 from course_kit.labs.expert_parallel.models import TINY
 from course_kit.labs.tensor_parallel.models import relative_error
+from course_kit.typed import transformer_blocks
 from course_lib.expert_parallel import mixture
 from course_lib.expert_parallel.mixture import MoE
-from course_lib.single_gpu.model import Transformer, init_parameter
+from course_lib.single_gpu.model import ModelConfig, Transformer, init_parameter
 
-OPTIONS = ({}, {"ffn_hidden": 12, "shared": 2}, {"score": "sigmoid", "scale": 2.5})
+OPTIONS: tuple[dict, ...] = ({}, {"ffn_hidden": 12, "shared": 2}, {"score": "sigmoid", "scale": 2.5})
 
 
 def from_parts(layer: MoE, x: torch.Tensor) -> torch.Tensor:
@@ -27,7 +30,8 @@ def check() -> None:
     x = torch.randn(2, 5, TINY.hidden, generator=torch.Generator().manual_seed(6))
     for options in OPTIONS:
         judge_model(options, x)
-    seeded = mixture.apply_moe(Transformer(TINY).bfloat16(), 8, 2, seed=3).blocks[1].mlp.experts.up_proj.weight
+    seeded_model = mixture.apply_moe(Transformer(TINY).bfloat16(), 8, 2, seed=3)
+    seeded = cast(mixture.MoE, transformer_blocks(seeded_model)[1].mlp).experts.up_proj.weight
     expected = torch.empty_like(seeded)
     init_parameter("blocks.1.mlp.experts.up_proj.weight", expected, TINY, 3)
     assert seeded.dtype == torch.bfloat16, f"a bfloat16 model gets {seeded.dtype} experts"
@@ -47,15 +51,15 @@ def judge_model(options: dict, x: torch.Tensor) -> None:
         layer = block.mlp
         assert isinstance(layer, MoE), f"block {number} still has its dense MLP"
         for name, parameter in layer.named_parameters():
-            expected, whole_name = torch.empty_like(parameter), f"blocks.{number}.mlp.{name}"
-            init_parameter(whole_name, expected, TINY, 0)
-            assert torch.equal(parameter, expected), f"the values are not init_parameter's of {whole_name}"
+            expected, full_name = torch.empty_like(parameter), f"blocks.{number}.mlp.{name}"
+            init_parameter(full_name, expected, TINY, 0)
+            assert torch.equal(parameter, expected), f"the values are not init_parameter's of {full_name}"
         with torch.no_grad():
             layer.experts.down_proj.weight.mul_(10)
             got, expected = layer(x), from_parts(layer, x)
         assert relative_error(got, expected) < 1e-5, f"{what}, block {number}: not the sum of gates times experts"
     width = options.get("ffn_hidden", 40) * (2 + options.get("shared", 0))
-    active = model.active_config.ffn_hidden
+    active = cast(ModelConfig, model.active_config).ffn_hidden
     assert active == width, f"{what}: a token goes through a width of {width}, not {active}"
 
 

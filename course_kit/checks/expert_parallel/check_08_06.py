@@ -28,8 +28,8 @@ def check() -> None:
     for experts, top_k, options in ((8, 2, {}), (6, 1, {"ffn_hidden": 10, "shared": 2})):
         total = total_of(experts, top_k, options)
         idle = (experts - top_k) * TINY.layers * 3 * TINY.hidden * options.get("ffn_hidden", TINY.ffn_hidden)
-        found = mixture.mixture_params(TINY, experts, top_k, **options)
-        assert found == (total, total - idle), f"{experts} experts, {options}: {found}, not {(total, total - idle)}"
+        result = mixture.mixture_params(TINY, experts, top_k, **options)
+        assert result == (total, total - idle), f"{experts} experts, {options}: {result}, not {(total, total - idle)}"
     plain = mixture.mixture_params(TINY, 8, 2)
     dense_one = mixture.mixture_params(TINY, 8, 2, dense_layers=1)
     assert dense_one[0] == plain[0] - 8 * 48 - 7 * 3 * 48 * 40, "dense_layers: no router, one MLP"

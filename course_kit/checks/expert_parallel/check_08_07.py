@@ -15,10 +15,10 @@ HINTS = {
 def check(diagnosis: dict[str, str | None]) -> None:
     """Judge the diagnosis; see that the runs show what it takes to make one."""
     for letter, (_, counts, norms) in lab_runs().items():
-        truth, said = LETTERS[letter], diagnosis.get(letter)
-        assert said in FAULTS, f"run {letter}: {said!r} is none of {', '.join(FAULTS)}"
+        truth, message = LETTERS[letter], diagnosis.get(letter)
+        assert message in FAULTS, f"run {letter}: {message!r} is none of {', '.join(FAULTS)}"
         silent, top_one = norms.mean() < 1e-6, counts[0, 1].sum() == 1024
-        assert said == truth, f"run {letter} is not {said}: " + HINTS[truth]
+        assert message == truth, f"run {letter} is not {message}: " + HINTS[truth]
         assert silent == (truth in ("detached", "normalized")) and top_one == (truth == "normalized"), (
             f"run {letter} does not show what makes it {truth} on this machine: not your fault"
         )

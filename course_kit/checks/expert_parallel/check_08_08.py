@@ -16,10 +16,10 @@ def check() -> None:
     logits = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(7), requires_grad=True)
     for scores in (logits.softmax(-1), logits.sigmoid()):
         counts = torch.tensor([9, 3, 0, 6, 2, 4])
-        total, found = formulas.balance(scores, counts), router.balance_loss(scores, counts)
-        assert found.requires_grad, "balance_loss has no gradient: counts have none, scores have"
-        assert torch.allclose(found, total), f"balance_loss is {found.item():.4f}, not {total.item():.4f}"
-        gradient, right = (torch.autograd.grad(each, logits, retain_graph=True)[0] for each in (found, total))
+        total, result = formulas.balance(scores, counts), router.balance_loss(scores, counts)
+        assert result.requires_grad, "balance_loss has no gradient: counts have none, scores have"
+        assert torch.allclose(result, total), f"balance_loss is {result.item():.4f}, not {total.item():.4f}"
+        gradient, right = (torch.autograd.grad(each, logits, retain_graph=True)[0] for each in (result, total))
         assert relative_error(gradient, right) < 1e-4, "the gradient of balance_loss is not the formula's"
     even = torch.full((2, 5, 6), 1 / 6)
     assert abs(router.balance_loss(even, torch.full((6,), 5)) - 1) < 1e-6, "even shares have a loss of 1"
@@ -27,8 +27,8 @@ def check() -> None:
         "z_loss is the mean of (log sum exp)² over the tokens"
     )
     assert router.z_loss(torch.full((1, 1, 4), 1e4)).isfinite(), "large logits: logsumexp does not overflow"
-    found, right = router.z_loss(torch.full((1, 1, 4), -300.0)).item(), (math.log(4) - 300) ** 2
-    assert abs(found / right - 1) < 1e-5, (
-        f"all logits -300, whose exp is 0: z_loss is {found:g}, not {right:g}: take off the row's largest logit, "
+    large, right_large = router.z_loss(torch.full((1, 1, 4), -300.0)).item(), (math.log(4) - 300) ** 2
+    assert abs(large / right_large - 1) < 1e-5, (
+        f"all logits -300, whose exp is 0: z_loss is {large:g}, not {right_large:g}: subtract the row's largest logit, "
         "or use logsumexp"
     )

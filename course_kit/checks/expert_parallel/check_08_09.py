@@ -2,40 +2,41 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 
 from course_kit.checks.expert_parallel import formulas
 from course_kit.labs.expert_parallel.models import TINY, batch_of
 from course_kit.labs.tensor_parallel.models import relative_error
-from course_kit.typed import transformer_blocks
 from course_lib.expert_parallel.mixture import apply_moe
+from course_lib.expert_parallel.router import routers_of
 from course_lib.recompute.modes import apply_recompute
 from course_lib.single_gpu.model import Transformer, loss
 
-CASES = (  # micro-batches, recompute, routing
+CASES: tuple[tuple[int, str, dict], ...] = (  # micro-batches, recompute, routing
     (1, "none", {"aux_loss_coeff": 0.3, "z_loss_coeff": 0.1}),
     (2, "none", {"aux_loss_coeff": 0.3}),
     (2, "full", {"aux_loss_coeff": 0.3, "z_loss_coeff": 0.1}),
     (1, "none", {}),
 )
-Found = tuple[list[torch.Tensor | None], list[list[int] | None]]  # by router: gradient, counts
+RouterResults = tuple[list, list]  # by router: gradient or None, counts or None
 
 
-def as_trained(micro_batches: int, recompute: str, routing: dict) -> Found:
-    """Gradients and counts of the routers over some micro-batches."""
+def as_trained(micro_batches: int, recompute: str, routing: dict) -> RouterResults:
+    """Return gradients and counts of the routers over some micro-batches."""
     model, (inputs, targets) = apply_recompute(apply_moe(Transformer(TINY), 8, 2, **routing), recompute), batch_of()
-    routers = [block.mlp.router for block in transformer_blocks(model)]
-    for own, right in zip(inputs.chunk(micro_batches), targets.chunk(micro_batches), strict=True):
-        part = loss(model(own), right) / micro_batches
+    routers: list = routers_of(model)
+    for local, right in zip(inputs.chunk(micro_batches), targets.chunk(micro_batches), strict=True):
+        part = loss(model(local), right) / micro_batches
         for router in routers:
             router.loss_weight = 1 / micro_batches  # as late as it may come
         part.backward()
     return [r.weight.grad for r in routers], [None if r.counts is None else r.counts.tolist() for r in routers]
 
 
-def by_formula(micro_batches: int, routing: dict) -> Found:
-    """Return the same of a model whose routers add nothing (as in evaluation), with their losses added to the model's."""
+def by_formula(micro_batches: int, routing: dict) -> RouterResults:
+    """Return the same of a model whose routers add nothing (as in evaluation), with their losses added to the
+    model's.
+    """
     model, (inputs, targets) = apply_moe(Transformer(TINY), 8, 2).eval(), batch_of()
     extras, counts = [], []
 
@@ -45,14 +46,15 @@ def by_formula(micro_batches: int, routing: dict) -> Found:
         extra = routing.get("aux_loss_coeff", 0) * formulas.balance(logits.softmax(-1), seen)
         extras.append((extra + routing.get("z_loss_coeff", 0) * formulas.z(logits)) / micro_batches)
 
-    for block in model.blocks:
-        block.mlp.router.register_forward_hook(add_up)
-    for own, right in zip(inputs.chunk(micro_batches), targets.chunk(micro_batches), strict=True):
+    routers: list = routers_of(model)
+    for router in routers:
+        router.register_forward_hook(add_up)
+    for local, right in zip(inputs.chunk(micro_batches), targets.chunk(micro_batches), strict=True):
         extras.clear()
-        part = loss(model(own), right) / micro_batches
+        part = loss(model(local), right) / micro_batches
         (part + sum(extras)).backward()
     layers = TINY.layers
-    gradients = [block.mlp.router.weight.grad for block in transformer_blocks(model)]
+    gradients = [router.weight.grad for router in routers]
     return gradients, [sum(counts[layer::layers]).tolist() for layer in range(layers)]
 
 

@@ -18,7 +18,7 @@ from course_lib.expert_parallel.router import routers_of
 from course_lib.single_gpu.model import Transformer
 
 
-class Told(NamedTuple):
+class RankResult(NamedTuple):
     """One rank's results."""
 
     counts: torch.Tensor
@@ -27,7 +27,7 @@ class Told(NamedTuple):
     moved: list[torch.Tensor]  # how far the biases of each router have moved
 
 
-def bias_trial(group: dist.ProcessGroup) -> Told:
+def bias_trial(group: dist.ProcessGroup) -> RankResult:
     """On a rank: take counts of two routers, of which the second has none, and update their biases."""
     model = apply_moe(Transformer(TINY), 4, 2)
     for number, each in enumerate(routers_of(model)):
@@ -39,7 +39,7 @@ def bias_trial(group: dist.ProcessGroup) -> Told:
     before = [each.bias.clone() for each in routers_of(model)]
     router.update_bias(model, counts, 0.25)
     moved = [each.bias - old for each, old in zip(routers_of(model), before, strict=True)]
-    return Told(counts, again, [(r.collective, r.bytes) for r in traffic.records], moved)
+    return RankResult(counts, again, [(r.collective, r.bytes) for r in traffic.records], moved)
 
 
 def check() -> None:
@@ -48,17 +48,17 @@ def check() -> None:
     with ranks.within(20):
         for n in (2, 4):
             total = n * (n + 1) // 2
-            for rank, told in enumerate(ranks(in_groups, n, bias_trial)):
+            for rank, result in enumerate(ranks(in_groups, n, bias_trial)):
                 where = f"{n} ranks, rank {rank}"
                 wanted = [[10 * total, 0, 2 * total, 0], [0] * 4]
-                assert told.counts.tolist() == wanted, f"{where}: counts are {told.counts.tolist()}, not {wanted}"
-                assert not told.again.any(), f"{where}: a second take_counts finds the same counts again"
-                assert len(told.sent) == 1 and told.sent[0][0] == "all_reduce", (
-                    f"{where}: one all-reduce is enough, not {told.sent}"
+                assert result.counts.tolist() == wanted, f"{where}: counts are {result.counts.tolist()}, not {wanted}"
+                assert not result.again.any(), f"{where}: a second take_counts finds the same counts again"
+                assert len(result.sent) == 1 and result.sent[0][0] == "all_reduce", (
+                    f"{where}: one all-reduce is enough, not {result.sent}"
                 )
-                moved = told.moved[0].tolist()
+                moved = result.moved[0].tolist()
                 assert moved == [-0.25, 0.25, 0.25, 0.25], f"{where}: the biases moved by {moved}"
-                assert not told.moved[1].any(), f"{where}: even counts move nothing"
+                assert not result.moved[1].any(), f"{where}: even counts move nothing"
     judge_alone()
 
 

@@ -11,10 +11,10 @@ from course_lib.expert_parallel import router
 def check() -> None:
     """Judge within_capacity."""
     gates = torch.tensor([[0.5, 0.5, 0], [0.9, 0, 0.1], [0.6, 0.4, 0], [0.3, 0, 0.7]]).view(2, 2, 3).requires_grad_()
-    kept = router.within_capacity(gates, 2)
+    saved = router.within_capacity(gates, 2)
     wanted = torch.tensor([[0.5, 0.5, 0], [0.9, 0, 0.1], [0, 0.4, 0], [0, 0, 0.7]]).view(2, 2, 3)
-    assert torch.equal(kept.detach(), wanted), f"2 slots, gates:\n{kept.detach()}\nnot\n{wanted}"
-    (gradient,) = torch.autograd.grad(kept.sum(), gates)
+    assert torch.equal(saved.detach(), wanted), f"2 slots, gates:\n{saved.detach()}\nnot\n{wanted}"
+    (gradient,) = torch.autograd.grad(saved.sum(), gates)
     assert torch.equal(gradient != 0, wanted != 0) or torch.equal((gradient != 0) & (gates != 0), wanted != 0), (
         "what is kept has a gradient, what is dropped has none"
     )

@@ -14,26 +14,26 @@ from course_lib.collectives.traffic import count_traffic
 from course_lib.expert_parallel import exchange
 
 SIZES = [[1, 2, 0, 3], [0, 0, 4, 1], [2, 0, 0, 0], [0, 5, 1, 2]]  # rows from i to j
-ORDER = ["start", "start", "meanwhile", "wait", "wait"]
+ORDER = ["start", "start", "overlap_with", "wait", "wait"]
 WORDS = ("tensor 0", "tensor 1", "the gradient of tensor 0", "that of tensor 1")
 
 
 class Noted(torch.autograd.Function):
-    """Notes "meanwhile" among the events of "forward", and of "backward"."""
+    """Notes "overlap_with" among the events of "forward", and of "backward"."""
 
     @staticmethod
     def forward(ctx, x, events):
         ctx.events = events
-        events["forward"].append("meanwhile")
+        events["forward"].append("overlap_with")
         return x.clone()
 
     @staticmethod
     def backward(ctx, gradient):
-        ctx.events["backward"].append("meanwhile")
+        ctx.events["backward"].append("overlap_with")
         return gradient, None
 
 
-class Told(NamedTuple):
+class RankResult(NamedTuple):
     """One rank's results of an exchange."""
 
     errors: list[float]  # of what arrives, and of gradients: see WORDS
@@ -54,22 +54,22 @@ def stacked(pairs) -> list[torch.Tensor]:
     return [torch.cat(parts) for parts in zip(*pairs, strict=True)]
 
 
-def exchange_trial(group: dist.ProcessGroup, sizes: list[list[int]]) -> Told:
-    """Exchange two tensors, of which one is not contiguous, with a function to call meanwhile."""
+def exchange_trial(group: dist.ProcessGroup, sizes: list[list[int]]) -> RankResult:
+    """Exchange two tensors, of which one is not contiguous, with a function to call overlap_with."""
     rank, n = group.rank(), group.size()
     sends, receives = sizes[rank][:n], [sizes[other][rank] for other in range(n)]
-    own = [part.requires_grad_() for part in stacked(rows_of(sizes, rank, to, 1) for to in range(n))]
+    local = [part.requires_grad_() for part in stacked(rows_of(sizes, rank, to, 1) for to in range(n))]
     back = stacked(rows_of(sizes, source, rank, 2) for source in range(n))  # gradients of what arrives
     other, beside, events = torch.ones(2, requires_grad=True), [], {}
     word = "forward"
     try:
         with count_traffic() as forward, noted_exchanges() as events["forward"]:
-            rows = own[0].t().contiguous().t(), own[1]
+            rows = local[0].t().contiguous().t(), local[1]
             overlap_with = lambda: beside.append(Noted.apply(other, events))  # noqa: E731
             got = exchange.send_rows(group, sends, receives, *rows, overlap_with=overlap_with)
         word = "backward"
         with count_traffic() as backward, noted_exchanges() as events["backward"]:
-            gradients = torch.autograd.grad([*got, *beside], [*own, other], [*back, torch.ones(2)])[:2]
+            gradients = torch.autograd.grad([*got, *beside], [*local, other], [*back, torch.ones(2)])[:2]
     except NotImplementedError:  # still blank
         raise
     except (RuntimeError, IndexError) as error:
@@ -79,7 +79,7 @@ def exchange_trial(group: dist.ProcessGroup, sizes: list[list[int]]) -> Told:
     errors = [relative_error(a, b) for a, b in zip((*got, *gradients), (*arrive, *home), strict=True)]
     enough = [4 * 4 * (sum(each) - each[rank]) for each in (sends, receives)]
     sent = [[(r.collective, r.bytes) for r in t.records] for t in (forward, backward)]
-    return Told(errors, sent, enough, events)
+    return RankResult(errors, sent, enough, events)
 
 
 def check() -> None:
@@ -87,15 +87,15 @@ def check() -> None:
     ranks = shared(4)
     with ranks.within(20):
         for n, sizes in ((2, SIZES), (4, SIZES), (4, [[0, 0, 3, 0]] * 4)):
-            for rank, told in enumerate(ranks(in_groups, n, exchange_trial, sizes)):
-                judge(f"{n} ranks, rank {rank}", told)
+            for rank, result in enumerate(ranks(in_groups, n, exchange_trial, sizes)):
+                judge(f"{n} ranks, rank {rank}", result)
 
 
-def judge(where: str, told: Told) -> None:
+def judge(where: str, result: RankResult) -> None:
     """Judge one rank."""
-    for error, word in zip(told.errors, WORDS, strict=True):
+    for error, word in zip(result.errors, WORDS, strict=True):
         assert error == 0, f"{where}: {word} is not what should come: are sends and receives the right way round?"
-    for records, least, (word, noted) in zip(told.sent, told.enough, told.events.items(), strict=True):
+    for records, least, (word, noted) in zip(result.sent, result.enough, result.events.items(), strict=True):
         assert {name for name, _ in records} == {"all_to_all"}, (
             f"{where}, {word}: sends by {records}: one all_to_all for each tensor does"
         )

@@ -29,19 +29,20 @@ def all_by_all(experts: Experts, x: torch.Tensor, gates: torch.Tensor, choices: 
     return torch.einsum("tef,ehf,te->th", inside, down, gates)
 
 
-def own_experts(group: dist.ProcessGroup, module: Experts) -> Experts:
+def local_experts(group: dist.ProcessGroup, module: Experts) -> Experts:
     """Return this rank's part of some experts."""
-    own = Experts(len(module.gate_proj.weight) // group.size(), 32, 24, all_by_all)
-    for mine, whole in zip(own.parameters(), module.parameters(), strict=True):
-        mine.data = cut(whole.detach(), group, 0).clone()
-    return own
+    local = Experts(len(module.gate_proj.weight) // group.size(), 32, 24, all_by_all)
+    for mine, full in zip(local.parameters(), module.parameters(), strict=True):
+        mine.data = cut(full.detach(), group, 0).clone()
+    return local
 
 
 class Noting:
     """Experts that note how many rows and choices they are given, and the shape of the gates."""
 
     def __init__(self, experts: Experts):
-        self.experts, self.calls = experts, []
+        self.experts = experts
+        self.calls: list = []
 
     def __call__(self, rows: torch.Tensor, gates: torch.Tensor, choices: int) -> torch.Tensor:
         self.calls.append((len(rows), choices, tuple(gates.shape)))
@@ -64,7 +65,7 @@ def rounding_trial(group: dist.ProcessGroup) -> tuple[dict[str, torch.Tensor], s
     return {"out": out.detach(), "x's gradient": grad_of(x)}, additions.dtypes, events
 
 
-class Told(NamedTuple):
+class RankResult(NamedTuple):
     """One rank's results of an exchanged mixture."""
 
     errors: dict[str, float]
@@ -75,7 +76,7 @@ class Told(NamedTuple):
     read: list[str]  # on the host
 
 
-def exchanged_trial(group: dist.ProcessGroup, kind: str, sizes: tuple[int, ...]) -> Told:
+def exchanged_trial(group: dist.ProcessGroup, kind: str, sizes: tuple[int, ...]) -> RankResult:
     """sizes: how many tokens each rank has."""
     rank, n, tokens = group.rank(), group.size(), sum(sizes)
     module, (x, gates, choices) = some_experts(), some_choices(kind, tokens)
@@ -83,58 +84,58 @@ def exchanged_trial(group: dist.ProcessGroup, kind: str, sizes: tuple[int, ...])
     weight = torch.randn(tokens, 32, generator=torch.Generator().manual_seed(2))
     expected = by_token(module, x, gates)
     right = torch.autograd.grad(expected, [x, gates, *module.parameters()], weight)
-    own = own_experts(group, module)
-    noting = Noting(own)
-    part = [each.detach()[mine].clone().requires_grad_() for each in (x, gates)]
+    local = local_experts(group, module)
+    noting = Noting(local)
+    rows, row_gates = (each.detach()[mine].clone().requires_grad_() for each in (x, gates))
     with count_traffic() as forward, Work() as work:
-        out = exchange.dispatch_and_combine(*part, choices, group, noting)
+        out = exchange.dispatch_and_combine(rows, row_gates, choices, group, noting)
     with count_traffic() as backward:
-        got = torch.autograd.grad(out, [*part, *own.parameters()], weight[mine], allow_unused=True)
-    chosen = (gates.detach()[mine] != 0).float()
-    wanted = [expected[mine], right[0][mine], right[1][mine] * chosen, *(cut(w, group, 0) for w in right[2:])]
-    got = [out, got[0], None if got[1] is None else got[1] * chosen, *got[2:]]
+        grads = torch.autograd.grad(out, [rows, row_gates, *local.parameters()], weight[mine], allow_unused=True)
+    selected = (gates.detach()[mine] != 0).float()
+    wanted = [expected[mine], right[0][mine], right[1][mine] * selected, *(cut(w, group, 0) for w in right[2:])]
+    got = [out, grads[0], None if grads[1] is None else grads[1] * selected, *grads[2:]]
     errors = {name: relative_error(a, b) for name, a, b in zip(NAMES, got, wanted, strict=True)}
     goes = (gates.detach().unflatten(1, (n, -1)) != 0).any(2)  # [all tokens, n]
-    leave = goes[mine].sum().item() - goes[mine, rank].sum().item()
+    output = goes[mine].sum().item() - goes[mine, rank].sum().item()
     come = goes[:, rank].sum().item() - goes[mine, rank].sum().item()
     row, gate_row, numbers = 4 * 32, 4 * 8 // n, 2 * 8 * (n - 1)
-    enough = leave * (row + gate_row) + come * row + numbers, leave * row + come * (row + gate_row)
+    enough = output * (row + gate_row) + come * row + numbers, output * row + come * (row + gate_row)
     arrived = goes[:, rank].sum().item(), (cut(gates.detach(), group, 1) != 0).sum().item()
-    return Told(errors, (forward, backward), enough, noting.calls, (*arrived, (arrived[0], 8 // n)), work.read)
+    return RankResult(errors, (forward, backward), enough, noting.calls, (*arrived, (arrived[0], 8 // n)), work.read)
 
 
 def judge(n: int, kind: str, sizes: tuple[int, ...]) -> None:
     """Judge groups of n ranks, with so many tokens each, against one process."""
-    for rank, told in enumerate(shared(4)(in_groups, n, exchanged_trial, kind, sizes)):
+    for rank, report in enumerate(shared(4)(in_groups, n, exchanged_trial, kind, sizes)):
         where = f"{n} ranks, {kind}, rank {rank}"
-        for word, sent, least in zip(("forward", "backward"), told.traffic, told.enough, strict=True):
-            ways = {record.collective for record in sent.records}
+        for word, traffic, least in zip(("forward", "backward"), report.traffic, report.enough, strict=True):
+            ways = {record.collective for record in traffic.records}
             assert ways <= {"all_to_all"}, f"{where}, {word}: sends by {', '.join(sorted(ways))}: exchange the tokens"
-            assert sent.bytes <= least, (
-                f"{where}, {word}: {sent.bytes} bytes are sent, {least} are enough: a token goes once to each rank "
+            assert traffic.bytes <= least, (
+                f"{where}, {word}: {traffic.bytes} bytes are sent, {least} are enough: send a token once to each rank "
                 "that holds one of its experts"
             )
-        assert told.read == ["tolist"], (
-            f"{where}: the host reads by {', '.join(told.read)}: the one tolist of read_sizes is enough"
+        assert report.read == ["tolist"], (
+            f"{where}: the host reads by {', '.join(report.read)}: the one tolist of read_sizes is enough"
         )
-        assert told.calls == [told.arrived], (
-            f"{where}: compute gets (rows, choices, gates) {told.calls}, not {[told.arrived]}"
+        assert report.calls == [report.arrived], (
+            f"{where}: compute gets (rows, choices, gates) {report.calls}, not {[report.arrived]}"
         )
-        for name, error in told.errors.items():
+        for name, error in report.errors.items():
             wrong = "is not one process's" if math.isfinite(error) else "is missing, of another shape or NaN"
             assert error < 1e-5, f"{where}: {name} {wrong}"
 
 
 def judge_rounding() -> None:
     """Judge sums in BF16, and the order of starts and waits."""
-    for found, dtypes, events in shared(4)(in_groups, 4, rounding_trial):
-        for name, sums in found.items():
+    for result, dtypes, events in shared(4)(in_groups, 4, rounding_trial):
+        for name, sums in result.items():
             assert sums.dtype == torch.bfloat16, f"x is bfloat16, {name} is {sums.dtype}: it should be as x"
             assert (sums == 260).all(), f"{name} of 256 + 1 + 1 + 1 is {sums[0, 0]}, not 260: add up in float32"
         assert dtypes <= {torch.float32}, f"rows are added up in {dtypes}: a GPU rounds each sum; add up in float32"
-        there = events[events.index("wait") + 1 : -2]  # after read_sizes and before the way back
-        assert there == ["start", "start", "meanwhile", "wait", "wait"], (
-            f"dispatch: start both, call meanwhile, then wait for both: not {there}"
+        present = events[events.index("wait") + 1 : -2]  # after read_sizes and before the way back
+        assert present == ["start", "start", "meanwhile", "wait", "wait"], (
+            f"dispatch: start both, call meanwhile, then wait for both: not {present}"
         )
 
 

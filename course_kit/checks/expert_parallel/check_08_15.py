@@ -14,15 +14,17 @@ def check() -> None:
     """Judge within_nodes."""
     example = torch.tensor(EXAMPLE)
     for limit, k, wanted in CASES:
-        found = router.within_nodes(example, 3, limit, k)
-        finite = found.isfinite().unflatten(-1, (3, -1))
+        result = router.within_nodes(example, 3, limit, k)
+        finite = result.isfinite().unflatten(-1, (3, -1))
         where = f"M = {limit}, k = {k}"
         assert torch.equal(finite.all(-1), finite.any(-1)), (
-            f"{where}: keeps experts {found.isfinite().nonzero()[:, 1].tolist()}: a node is in whole, or out whole"
+            f"{where}: keeps experts {result.isfinite().nonzero()[:, 1].tolist()}: a node is in whole, or out whole"
         )
-        kept = finite.all(-1).nonzero()[:, 1].tolist()
-        assert kept == wanted, f"{where}: keeps nodes {kept}, not {wanted}"
-        assert torch.equal(found[found.isfinite()], example[found.isfinite()]), f"{where}: kept experts' values change"
+        saved = finite.all(-1).nonzero()[:, 1].tolist()
+        assert saved == wanted, f"{where}: keeps nodes {saved}, not {wanted}"
+        assert torch.equal(result[result.isfinite()], example[result.isfinite()]), (
+            f"{where}: kept experts' values change"
+        )
     many = torch.randn(3, 50, 32, generator=torch.Generator().manual_seed(4))
     for limit in (1, 2, 3):
         best = router.within_nodes(many, 4, limit, 4).topk(4, dim=-1)

@@ -22,7 +22,7 @@ def experts_trial(
     multiplications that forward needs. number: what the function takes; None: the number of choices.
     """
     module, (x, gates, choices) = some_experts(experts), some_choices(kind, experts=experts)
-    wanted, found = [x, gates, *module.parameters()], {}
+    wanted, result = [x, gates, *module.parameters()], {}
     expected = by_token(module, x, gates)
     weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2))
     gradients = torch.autograd.grad(expected, wanted, weight)
@@ -30,19 +30,19 @@ def experts_trial(
         out = function(module, x, gates, choices if number is None else number)
     with Work() as backward:
         got = torch.autograd.grad(out, wanted, weight, allow_unused=True)
-    chosen = (gates.detach() != 0).float()  # of the others no gate wants a gradient
+    selected = (gates.detach() != 0).float()  # of the others no gate wants a gradient
     for name, mine, right in zip(NAMES, (out, *got), (expected, *gradients), strict=True):
         of_gates = name == "the gates' gradient" and mine is not None
-        found[name] = relative_error(mine * chosen, right * chosen) if of_gates else relative_error(mine, right)
-    return found, forward, backward, choices * ONE_CHOICE
+        result[name] = relative_error(mine * selected, right * selected) if of_gates else relative_error(mine, right)
+    return result, forward, backward, choices * ONE_CHOICE
 
 
 def judge_way(
     function: Callable, kind: str, experts: int = 8, number: int | None = None, enough: int | None = None
 ) -> tuple[Work, Work]:
     """Judge results and multiplications (enough: of forward); return the work of forward and of backward."""
-    found, forward, backward, fewest = experts_trial(function, kind, experts, number)
-    for name, error in found.items():
+    result, forward, backward, fewest = experts_trial(function, kind, experts, number)
+    for name, error in result.items():
         wrong = "is not what the formula gives" if math.isfinite(error) else "is missing, of another shape or NaN"
         assert error < 1e-5, f"{kind}: {name} {wrong}"
     for word, done, least in (("forward", forward, enough or fewest), ("backward", backward, 2 * (enough or fewest))):

@@ -16,15 +16,15 @@ def check() -> None:
     """Assert where each rank stands, and all groups along one axis and several."""
     for text in LAYOUTS:
         layout = layouts.Layout.parse(text)
-        place = torch.arange(layout.ranks).view(layout.dp, layout.pp, layout.cp, layout.tp)
+        position = torch.arange(layout.ranks).view(layout.dp, layout.pp, layout.cp, layout.tp)
         for rank in range(layout.ranks):
-            found = layouts.coordinates(rank, layout)
-            assert list(found) == [*AXES], f"coordinates should name dp, pp, cp, tp in this order: {found}"
-            assert place[tuple(found.values())] == rank, f"{text}: rank {rank} does not stand at {found}"
+            result = layouts.coordinates(rank, layout)
+            assert list(result) == [*AXES], f"coordinates should name dp, pp, cp, tp in this order: {result}"
+            assert position[tuple(result.values())] == rank, f"{text}: rank {rank} does not stand at {result}"
         for axes in (("tp",), ("dp",), ("dp", "cp"), ("pp", "tp"), AXES):
             numbers = [AXES.index(axis) for axis in axes]
             others = [n for n in range(4) if n not in numbers]
-            size = math.prod(place.shape[n] for n in numbers)
-            wanted = place.permute(*others, *numbers).reshape(-1, size).tolist()
-            found = layouts.groups_along(layout, *axes)
-            assert sorted(found) == sorted(map(sorted, wanted)), f"{text}, along {axes}: {found}, not {wanted}"
+            size = math.prod(position.shape[n] for n in numbers)
+            wanted = position.permute(*others, *numbers).reshape(-1, size).tolist()
+            groups = layouts.groups_along(layout, *axes)
+            assert sorted(groups) == sorted(map(sorted, wanted)), f"{text}, along {axes}: {groups}, not {wanted}"

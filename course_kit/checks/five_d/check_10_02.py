@@ -46,17 +46,19 @@ def message_of(call: Callable, *arguments) -> str | None:
 
 def check() -> None:
     """Assert which layouts raise ValueError, what the message says, and which layouts pass."""
-    for text, world, words in WRONG_RANKS:
-        said = message_of(layouts.check_ranks, layouts.Layout.parse(text), world)
-        assert said, f"{text} on {world} ranks should raise ValueError"
-        assert all(word in said for word in words), f"{text} on {world} ranks: the message should have {words}: {said}"
+    for text, world, spec in WRONG_RANKS:
+        message = message_of(layouts.check_ranks, layouts.Layout.parse(text), world)
+        assert message, f"{text} on {world} ranks should raise ValueError"
+        assert all(word in message for word in spec), (
+            f"{text} on {world} ranks: the message should have {spec}: {message}"
+        )
     for text in RIGHT_RANKS:
-        said = message_of(layouts.check_ranks, layouts.Layout.parse(text), 8)
-        assert said is None, f"{text} is right for 8 ranks: {said}"
-    for text, words in WRONG_PAIRS:
-        said = message_of(layouts.check_pairs, layouts.Layout.parse(text))
-        assert said, f"{text} should raise ValueError"
-        assert all(word in said for word in words), f"{text}: the message should have {words}: {said}"
+        message = message_of(layouts.check_ranks, layouts.Layout.parse(text), 8)
+        assert message is None, f"{text} is right for 8 ranks: {message}"
+    for text, spec in WRONG_PAIRS:
+        message = message_of(layouts.check_pairs, layouts.Layout.parse(text))
+        assert message, f"{text} should raise ValueError"
+        assert all(word in message for word in spec), f"{text}: the message should have {spec}: {message}"
     for text in RIGHT_PAIRS:
-        said = message_of(layouts.check_pairs, layouts.Layout.parse(text))
-        assert said is None, f"{text} goes together: {said}"
+        message = message_of(layouts.check_pairs, layouts.Layout.parse(text))
+        assert message is None, f"{text} goes together: {message}"

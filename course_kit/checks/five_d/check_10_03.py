@@ -22,13 +22,15 @@ def check() -> None:
     """Assert the groups of three layouts on eight ranks."""
     for text in ("dp2,ep2,cp2,tp2,sp", "pp2,cp2,tp2", "dp4,ep2,tp2,sp"):
         layout = Layout.parse(text)
-        place = torch.arange(8).view(layout.dp // layout.ep, layout.ep, layout.pp, layout.cp, layout.tp)
+        position = torch.arange(8).view(layout.dp // layout.ep, layout.ep, layout.pp, layout.cp, layout.tp)
         axes = {"dp": (0, 1), "pp": (2,), "cp": (3,), "tp": (4,), "ep": (1,), "replicas": (0, 1, 3), "experts": (0, 3)}
         axes["tokens"] = (0, 1, 3, 4) if layout.sequence_parallel else (0, 1, 3)
         with shared(8).within(40):
             of_ranks = shared(8)(groups_of, text)
-        for rank, found in enumerate(of_ranks):
-            own = (place == rank).nonzero()[0].tolist()
+        for rank, result in enumerate(of_ranks):
+            local = (position == rank).nonzero()[0].tolist()
             for name, differ in axes.items():
-                wanted = place[tuple(slice(None) if n in differ else own[n] for n in range(5))].flatten().tolist()
-                assert found[name] == wanted, f"{text}: {name} of rank {rank} should be {wanted}, and is {found[name]}"
+                wanted = position[tuple(slice(None) if n in differ else local[n] for n in range(5))].flatten().tolist()
+                assert result[name] == wanted, (
+                    f"{text}: {name} of rank {rank} should be {wanted}, and is {result[name]}"
+                )

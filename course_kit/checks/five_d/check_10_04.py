@@ -17,7 +17,7 @@ LAYOUTS = ("dp4,ep2,tp2", "dp2,ep2,cp2,tp2,sp", "dp4,ep2,pp2")
 def counted(text: str) -> dict[str, tuple[int, int]]:
     """Return copies and size of the group that sums the gradient, by kind of weight, as the reference builds them."""
     with reference_models(), shared(8).within(40):
-        return next(found for found in shared(8)(counted_copies, text) if found)
+        return next(result for result in shared(8)(counted_copies, text) if result)
 
 
 def check(copies: Callable[[str, Layout], tuple[int, int]]) -> None:
@@ -25,5 +25,5 @@ def check(copies: Callable[[str, Layout], tuple[int, int]]) -> None:
     copies("matrix", Layout.parse("dp8"))  # where it is blank, nothing is counted
     for text in LAYOUTS:
         for kind, wanted in counted(text).items():
-            found = copies(kind, Layout.parse(text))
-            assert found == wanted, f"{text}, {kind}: counted {wanted} (copies, summed over), and copies says {found}"
+            result = copies(kind, Layout.parse(text))
+            assert result == wanted, f"{text}, {kind}: counted {wanted} (copies, summed over), and copies says {result}"

@@ -14,7 +14,7 @@ from course_lib.five_d.layouts import Layout
 from course_lib.single_gpu.placement import placement_of
 
 
-class Told(NamedTuple):
+class RankResult(NamedTuple):
     """A rank's report on a split model."""
 
     weights: dict[str, tuple[tuple[int, ...], list[int] | None]]  # shape, and the ranks that sum the gradient
@@ -24,7 +24,7 @@ class Told(NamedTuple):
     called: list[str]  # what `extra` was called on
 
 
-def split_trial(text: str, moe: dict | None) -> Told:
+def split_trial(text: str, moe: dict | None) -> RankResult:
     """On a rank: build a split model and report on it."""
     layout, called = Layout.parse(text), []
     mesh = meshes.build_mesh(layout)
@@ -32,14 +32,14 @@ def split_trial(text: str, moe: dict | None) -> Told:
     block, weights = transformer_blocks(split)[1], {}
     for name, weight in split.named_parameters():
         group = placement_of(weight).reduce_group
-        weights[name] = tuple(weight.shape), group and dist.get_process_group_ranks(group)
+        weights[name] = tuple(weight.shape), None if group is None else dist.get_process_group_ranks(group)
     core = getattr(block.attention.core, "func", block.attention.core).__name__
     core += f", {getattr(block.attention.core, 'keywords', {}).get('order', 'zigzag')}" * (layout.cp > 1)
     on_meta = all(weight.is_meta for weight in split.parameters())
-    return Told(weights, on_meta, core, len(split._forward_pre_hooks), called)
+    return RankResult(weights, on_meta, core, len(split._forward_pre_hooks), called)
 
 
-def told(text: str, moe: dict | None) -> Told:
+def told(text: str, moe: dict | None) -> RankResult:
     """Return the report of rank 0 of eight."""
     with shared(8).within(40):
         return shared(8)(split_trial, text, moe)[0]
@@ -47,17 +47,17 @@ def told(text: str, moe: dict | None) -> Told:
 
 def check() -> None:
     """Assert what three layouts make of the model."""
-    found = told("dp2,cp2,tp2,ulysses,contiguous", MOE)
-    group = found.weights["blocks.1.mlp.router.weight"][1]
+    result = told("dp2,cp2,tp2,ulysses,contiguous", MOE)
+    group = result.weights["blocks.1.mlp.router.weight"][1]
     assert group == [0, 2, 4, 6], f"ep 1: the router's gradient is summed over dp and cp all the same, not over {group}"
-    assert found.core == "ulysses_attention, contiguous", (
-        f"the layout asks for ulysses and contiguous, and attention's core is {found.core}: that would mask the wrong "
+    assert result.core == "ulysses_attention, contiguous", (
+        f"the layout asks for ulysses and contiguous, and attention's core is {result.core}: that would mask the wrong "
         "keys"
     )
-    found = told("dp2,ep2,cp2,tp2,sp", MOE)
-    weights = found.weights
-    assert found.on_meta, "the model should stay on the meta device: nothing has values yet"
-    assert found.called == ["Transformer"], "extra verbs should be called once, on the model"
+    result = told("dp2,ep2,cp2,tp2,sp", MOE)
+    weights = result.weights
+    assert result.on_meta, "the model should stay on the meta device: nothing has values yet"
+    assert result.called == ["Transformer"], "extra verbs should be called once, on the model"
     shape, _ = weights["blocks.1.attention.q_proj.weight"]
     assert shape == (16, 32), f"q_proj has {shape}: tensor parallelism halves its 32 rows"
     shape, group = weights["blocks.1.mlp.experts.up_proj.weight"]
@@ -68,9 +68,9 @@ def check() -> None:
     assert weights["blocks.1.mlp.router.weight"][1] == list(range(8)), (
         "the router sees a rank's own tokens, as a norm does"
     )
-    assert found.core == "ring_attention, zigzag", (
-        f"attention's core is {found.core}: context parallelism should have replaced it"
+    assert result.core == "ring_attention, zigzag", (
+        f"attention's core is {result.core}: context parallelism should have replaced it"
     )
-    assert found.hooks >= 1, "a model with a part of the sequence asks for positions: its verbs set a hook"
-    found = told("dp8", None)
-    assert found.core == "causal_attention" and found.hooks == 0, "dp alone changes nothing in the model"
+    assert result.hooks >= 1, "a model with a part of the sequence asks for positions: its verbs set a hook"
+    result = told("dp8", None)
+    assert result.core == "causal_attention" and result.hooks == 0, "dp alone changes nothing in the model"

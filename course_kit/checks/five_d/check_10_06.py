@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ CASES = (
 )
 
 
-class Told(NamedTuple):
+class RankResult(NamedTuple):
     """A rank's report on its gradients."""
 
     loss: float
@@ -35,16 +35,18 @@ class Told(NamedTuple):
     raised: bool  # for a sequence too few
 
 
-def gradients_trial(text: str, moe: dict | None, config: ModelConfig) -> Told:
+def gradients_trial(text: str, moe: dict | None, config: ModelConfig) -> RankResult:
     """On a rank: two calls of gradients, the first with one micro-batch alone, and a third that cannot be cut."""
     layout, mesh, parallel = built(text, config, moe)
     replicas, sums = tuple(dist.get_process_group_ranks(mesh.replicas)), []
-    own = local_batch(layout, mesh)
-    for sequences in (layout.micro_batch, len(own[0])):
+    local = local_batch(layout, mesh)
+    for sequences in (layout.micro_batch, len(local[0])):
         parallel.optimizer.zero_grad()
         with count_traffic() as traffic:
-            loss = parallel.gradients(*(each[:sequences] for each in own))
-        assert not parallel.sharding.reducer.unfinished, "gradients are still on their way: finish() sends the rest"
+            loss = parallel.gradients(*(each[:sequences] for each in local))
+        assert not cast(Any, parallel.sharding).reducer.unfinished, (
+            "gradients are still on their way: finish() sends the rest"
+        )
         large = [r.collective for r in traffic.records if r.group == replicas and r.bytes > 64]  # no counts of tokens
         sums.append(large.count("all_reduce") + large.count("reduce_scatter"))
     m, zero = parallel.runner.m, parallel.optimizer if layout.zero_stage else None
@@ -54,13 +56,13 @@ def gradients_trial(text: str, moe: dict | None, config: ModelConfig) -> Told:
         for name, weight in named
         if weight.grad is not None and not placement_of(weight).tensor_shard
     }
-    norm = clip_grad_norm_(parallel.runner, 1e9, zero).item()
+    norm = clip_grad_norm_(parallel.runner, 1e9, cast(Any, zero)).item()
     try:
-        parallel.gradients(*(each[:-1] for each in own))
+        parallel.gradients(*(each[:-1] for each in local))
         raised = False
     except ValueError:
         raised = True
-    return Told(loss.item(), norm, full, m, sums, raised)
+    return RankResult(loss.item(), norm, full, m, sums, raised)
 
 
 def check() -> None:
@@ -70,17 +72,17 @@ def check() -> None:
         numbers, wanted, _ = one_process(layout, bool(moe), 1, config)
         with shared(4).within(40):
             of_ranks = shared(4)(gradients_trial, text, moe, config)
-        for rank, (loss, norm, found, m, sums, raised) in enumerate(of_ranks):
+        for rank, (loss, norm, result, m, sums, raised) in enumerate(of_ranks):
             at, hint = f"{text}, rank {rank}", "; of the micro-batches' balance losses it has the mean" if moe else ""
             hint = hint or f": are tokens and positions in the layout's order, {layout.order}?" * (layout.cp > 1)
             assert abs(loss - numbers[0][0]) < 1e-5 * numbers[0][0], f"{at}: loss {loss}, not {numbers[0][0]}{hint}"
             assert m == 8 // layout.dp // layout.micro_batch, f"{at}: {m} micro-batches; the schedule is for others"
             assert sums[0] == sums[1], (
                 f"{at}: {sums[1]} sums of gradients over the replicas in a step of {m} micro-batches, {sums[0]} in one "
-                "of a single one; they go once a step"
+                "of a single one; they go once per step"
             )
-            for name, gradient in found.items():
-                name = "embedding.weight" if name == "head.weight" else name
+            for own_name, gradient in result.items():
+                name = "embedding.weight" if own_name == "head.weight" else own_name
                 off = relative_difference(gradient, wanted[name])
                 assert off < 1e-5, f"{at}: the gradient of {name} is {off:.1e} away from one process's{hint}"
             assert abs(norm - numbers[0][1]) < 1e-5 * numbers[0][1], (

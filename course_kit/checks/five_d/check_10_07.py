@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -35,7 +35,7 @@ class Narrow(NamedTuple):
     decays: tuple[float, ...]  # weight_decay of the parameter groups, the largest first
 
 
-class Told(NamedTuple):
+class RankResult(NamedTuple):
     """A rank's report on its model."""
 
     peak: int  # bytes, while a deep model is built; 0 of a shallow one
@@ -50,7 +50,12 @@ class Told(NamedTuple):
 
 def narrowed(layout: Layout, mesh: Mesh, config: ModelConfig, moe: dict | None) -> Narrow:
     """On a rank: build the model in bfloat16 with SGD, and report on it."""
-    settings = {"dtype": torch.bfloat16, "optimizer_cls": torch.optim.SGD, "lr": 0.25, "weight_decay": 0.5}
+    settings: dict[str, Any] = {
+        "dtype": torch.bfloat16,
+        "optimizer_cls": torch.optim.SGD,
+        "lr": 0.25,
+        "weight_decay": 0.5,
+    }
     parallel = model.parallelize(config, layout, mesh, moe=moe, **settings)
     if layout.zero_stage == 3:
         parts = [part for unit in getattr(parallel.sharding, "units", ()) for part in unit.flat_params]
@@ -64,7 +69,7 @@ def narrowed(layout: Layout, mesh: Mesh, config: ModelConfig, moe: dict | None) 
     return Narrow(used, summed | updated, (type(inner).__name__, inner.param_groups[0]["lr"]), tuple(decays))
 
 
-def parallelize_trial(text: str, moe: dict | None, config: ModelConfig, steps: int) -> Told:
+def parallelize_trial(text: str, moe: dict | None, config: ModelConfig, steps: int) -> RankResult:
     """On a rank: build the model, train it for some steps, and build it again in 16 bits."""
     layout = Layout.parse(text)
     mesh = build_mesh(layout)
@@ -72,7 +77,7 @@ def parallelize_trial(text: str, moe: dict | None, config: ModelConfig, steps: i
         parallel = model.parallelize(config, layout, mesh, moe=moe, **ADAMW)
     weights = [weight.numel() for weight in parallel.stages.parameters()]
     summed = max((placement_of(weight).reduce_group or mesh.replicas).size() for weight in parallel.stages.parameters())
-    found = after_steps(parallel, steps)
+    result = after_steps(parallel, steps)
     inner = getattr(parallel.optimizer, "optimizer", parallel.optimizer)  # that of a ZeroOptimizer
     states = sum(each.numel() for state in inner.state.values() for each in state.values() if each.dim())
     share = mesh.experts.size() if layout.zero_stage in (1, 2) else 1  # experts are on the fewest ranks
@@ -80,7 +85,7 @@ def parallelize_trial(text: str, moe: dict | None, config: ModelConfig, steps: i
     stage = getattr(parallel.sharding, "stage", None)
     peak = sum(profile.peak().values()) if profile else 0
     narrow = narrowed(layout, mesh, config if layout.zero_stage else SHALLOW, moe)
-    return Told(peak, 4 * sum(weights), states, most, stage, summed, narrow, found)
+    return RankResult(peak, 4 * sum(weights), states, most, stage, summed, narrow, result)
 
 
 def check() -> None:
@@ -89,22 +94,24 @@ def check() -> None:
         with shared(4).within(40):
             of_ranks = shared(4)(parallelize_trial, text, moe, config, steps)
         full, zero = param_count(config) * 4, Layout.parse(text).zero_stage
-        for rank, told in enumerate(of_ranks):
+        for rank, report in enumerate(of_ranks):
             at = f"{text}, rank {rank}"
             share = 4 if zero == 3 else 2  # of the two layouts where memory is measured
             limit = 2 * full / share + 12 * config.vocab * config.hidden  # twice its parts, and three full matrices
-            assert config is SHALLOW or told.peak <= limit, (
-                f"{at}: {told.peak:,} bytes at the peak, for parts of {told.own:,}; the whole model has {full:,}"
+            assert config is SHALLOW or report.peak <= limit, (
+                f"{at}: {report.peak:,} bytes at the peak, for parts of {report.own:,}; the whole model has {full:,}"
             )
-            assert told.states <= told.most, (
-                f"{at}: {told.states:,} numbers in the optimizer's states; with the states shared out, "
-                f"{told.most:,.0f} at most"
+            assert report.states <= report.most, (
+                f"{at}: {report.states:,} numbers in the optimizer's states; with the states shared out, "
+                f"{report.most:,.0f} at most"
             )
-            assert text != "dp2,pp2,mb2" or told.summed == 4, (
-                f"{at}: dp 2 x the two stages that have the embedding add up its gradient, not {told.summed} ranks"
+            assert text != "dp2,pp2,mb2" or report.summed == 4, (
+                f"{at}: dp 2 x the two stages that have the embedding add up its gradient, not {report.summed} ranks"
             )
-            assert zero not in (1, 2) or told.stage == zero, f"{at}: gradients are shared out as in stage {told.stage}"
-            used, kept, (name, lr), decays = told.narrow
+            assert zero not in (1, 2) or report.stage == zero, (
+                f"{at}: gradients are shared out as in stage {report.stage}"
+            )
+            used, kept, (name, lr), decays = report.narrow
             assert (name, lr, decays[0]) == ("SGD", 0.25, 0.5), (
                 f"{at}: for optimizer_cls=torch.optim.SGD, lr=0.25, weight_decay=0.5 it makes {name}, with lr "
                 f"{lr} and weight_decay {decays[0]}: are optimizer_cls and **settings passed on?"
@@ -114,6 +121,6 @@ def check() -> None:
                 f"{at}, dtype bfloat16: the stages compute with {used}; gradients' sums and the optimizer's weights "
                 f"are {kept}, not float32"
             )
-        numbers, weights = differences([told.steps for told in of_ranks], text, moe, steps, config)
+        numbers, weights = differences([report.steps for report in of_ranks], text, moe, steps, config)
         assert numbers < 1e-5, f"{text}: losses or norms are {numbers:.1e} away from one process's"
         assert weights < 1e-5, f"{text}: weights after step {steps} are {weights:.1e} away from one process's"

@@ -19,25 +19,25 @@ def check() -> None:
     """Assert the lines for ranks in sync, behind, in another collective, and whose ring has lost records."""
     fine = {rank: flights(1, 2) if rank < 2 else flights(1, 2, 3, group="2") for rank in range(4)}
     fine[2] = fine[2] + flights(1, 2, group="9")
-    said = flight_records.find_desync(GROUPS, fine)
-    assert said == [], f"all are in step: {said}"
-    said = flight_records.find_desync(GROUPS, fine | {3: flights(1, group="2")})
-    assert len(said) == 1, f"only group [2, 3] is out of step: {said}"
-    assert all(words in said[0] for words in ("[2, 3]", "number 2", "[2] in", "not there: [3]")), (
-        f"group [2, 3], number 2: [2] is in it, [3] is not there: {said}"
+    message = flight_records.find_desync(GROUPS, fine)
+    assert message == [], f"all are in step: {message}"
+    message = flight_records.find_desync(GROUPS, fine | {3: flights(1, group="2")})
+    assert len(message) == 1, f"only group [2, 3] is out of step: {message}"
+    assert all(spec in message[0] for spec in ("[2, 3]", "number 2", "[2] in", "not there: [3]")), (
+        f"group [2, 3], number 2: [2] is in it, [3] is not there: {message}"
     )
-    said = flight_records.find_desync(GROUPS, fine | {1: []})
-    assert len(said) == 1 and "[1]" in said[0], f"rank 1 has come to nothing: {said}"
+    message = flight_records.find_desync(GROUPS, fine | {1: []})
+    assert len(message) == 1 and "[1]" in message[0], f"rank 1 has come to nothing: {message}"
     both = flight_records.find_desync(GROUPS, fine | {1: [], 3: flights(1, group="2")})
     assert len(both) == 2, f"two groups are out of step here, and each has a line: {both}"
     other = fine | {1: flights(1) + flights(2, name="broadcast")}
-    said = flight_records.find_desync(GROUPS, other)
-    assert len(said) == 1 and "broadcast" in said[0] and "all_reduce" in said[0], (
-        f"two different collectives at number 2: {said}"
+    message = flight_records.find_desync(GROUPS, other)
+    assert len(message) == 1 and "broadcast" in message[0] and "all_reduce" in message[0], (
+        f"two different collectives at number 2: {message}"
     )
     sized = fine | {1: flights(1) + flights(2, sizes=((8,),))}
     assert len(flight_records.find_desync(GROUPS, sized)) == 1, "the same collective with other sizes is a mismatch"
-    said = flight_records.find_desync(GROUPS, fine | {0: flights(7, 8, 9), 1: flights(8, 9)})
-    assert said == [], f"rank 1 has lost its number 7, not missed it: {said}"
+    message = flight_records.find_desync(GROUPS, fine | {0: flights(7, 8, 9), 1: flights(8, 9)})
+    assert message == [], f"rank 1 has lost its number 7, not missed it: {message}"
     uneven = fine | {0: flights(1, name="all_to_all"), 1: flights(1, name="all_to_all", sizes=((5,),))}
     assert flight_records.find_desync(GROUPS, uneven) == [], "an all-to-all may have other sizes on each rank"

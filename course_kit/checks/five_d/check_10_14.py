@@ -19,12 +19,12 @@ def check() -> None:
     came[0] += [at(1, 200, "2")]
     came[1] += [at(1, 230, "2")]
     came[2] += [at(1, 999, "3")]
-    found = flight_records.straggler_delay(GROUPS, came)
+    result = flight_records.straggler_delay(GROUPS, came)
     wanted = {0: 0.0, 1: 0.015, 2: (40 - 3 + 160 - 102) / 1e3, 3: 0.0}
-    assert set(found) == {0, 1, 2, 3}, f"every rank should be there: {found}"
+    assert set(result) == {0, 1, 2, 3}, f"every rank should be there: {result}"
     for rank, seconds in wanted.items():
-        assert abs(found[rank] - seconds) < 1e-9, (
-            f"rank {rank} made others wait {seconds} s, and straggler_delay says {found[rank]}"
+        assert abs(result[rank] - seconds) < 1e-9, (
+            f"rank {rank} made others wait {seconds} s, and straggler_delay says {result[rank]}"
         )
     waits = flight_records.straggler_delay(GROUPS, {0: [at(7, 0)], 1: [at(7, 50)], 2: [], 3: [at(7, 10)]})
     assert set(waits.values()) == {0.0}, "a collective that rank 2 has not come to yet says nothing"

@@ -29,6 +29,6 @@ def check() -> None:
             assert rows[:, :unmasked_end].all(), f"{where}: a tile that needs a mask is among those without"
             further = rows[:, unmasked_end : unmasked_end + block_k]
             all_seen = further.shape[1] == block_k and bool(further.all()) and unmasked_end + block_k <= first_row + 1
-            more = f"{where}: the tile of keys {unmasked_end} to {unmasked_end + block_k - 1} needs no mask either"
-            assert not all_seen or not causal, more
-            assert causal or unmasked_end == s_k // block_k * block_k, more
+            extra = f"{where}: the tile of keys {unmasked_end} to {unmasked_end + block_k - 1} needs no mask either"
+            assert not all_seen or not causal, extra
+            assert causal or unmasked_end == s_k // block_k * block_k, extra

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from unittest import mock
@@ -31,7 +32,7 @@ def check() -> None:
     """Assert out, lse and dtypes; steps and the largest tensor; no keys, scores far below 0, sums in float32."""
     for s_q, s_k, heads, kv_heads, causal, dtype in CASES:
         q, k, v = (torch.randn(2, s, a, 8).to(dtype) for s, a in ((s_q, heads), (s_k, kv_heads), (s_k, kv_heads)))
-        (out, lse), steps = count_steps(lambda: reference.tiled_forward(q, k, v, causal, 0.7, 16, 8))
+        (out, lse), steps = count_steps(functools.partial(reference.tiled_forward, q, k, v, causal, 0.7, 16, 8))
         case = (
             f"{s_q} queries, {s_k} keys, {heads} heads for {kv_heads}, {'causal' if causal else 'not causal'}, {dtype}"
         )

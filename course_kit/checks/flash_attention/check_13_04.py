@@ -13,14 +13,14 @@ from course_lib.flash_attention import reference
 
 
 def check() -> None:
-    """Assert the gradients and their dtypes, the largest tensor, keys in two pieces, sums in float32, and rounding."""
+    """Assert the gradients and their dtypes, the largest tensor, keys in two chunks, sums in float32, and rounding."""
     for s_q, s_k, heads, kv_heads, causal, dtype in CASES:
         q, k, v = (torch.randn(2, s, a, 8).to(dtype) for s, a in ((s_q, heads), (s_k, kv_heads), (s_k, kv_heads)))
         gradient = torch.randn(q.shape).to(dtype)
         out, lse = exact_attention(q, k, v, causal, 0.7)
         out, lse = out.to(dtype), lse.to(reference.wide_dtype(q))
         with GuardBands():  # new memory is NaN until it is written
-            found = reference.tiled_backward(gradient, q, k, v, out, lse, causal, 0.7, 16, 8)
+            result = reference.tiled_backward(gradient, q, k, v, out, lse, causal, 0.7, 16, 8)
         case = (
             f"{s_q} queries, {s_k} keys, {heads} heads for {kv_heads}, {'causal' if causal else 'not causal'}, {dtype}"
         )
@@ -30,7 +30,7 @@ def check() -> None:
             "k": rows + " All heads that share a key head add to it.",
             "v": "It is p^T do, of all heads.",
         }
-        for name, mine, wanted in zip("qkv", found, exact_gradients(gradient, q, k, v, causal, 0.7), strict=True):
+        for name, mine, wanted in zip("qkv", result, exact_gradients(gradient, q, k, v, causal, 0.7), strict=True):
             assert mine.dtype == dtype, f"{case}: the gradient of {name} is {mine.dtype}"
             roundings = 512 if dtype == torch.float64 else 8
             assert_close(mine, wanted, f"{case}: gradient of {name}", roundings, hints[name])
@@ -47,13 +47,13 @@ def check() -> None:
         f"4 query heads for 2 key heads: a tensor of {guards.largest_bytes:,} bytes was made, where k has "
         f"{many.nbytes:,}: are k and v repeated? fold_heads makes that unnecessary"
     )
-    check_pieces()
+    check_chunks()
     check_sums()
     check_rounding()
 
 
-def check_pieces() -> None:
-    """Assert that two pieces of keys, each with the out and lse of both, give the gradients of the whole."""
+def check_chunks() -> None:
+    """Assert that two chunks of keys, each with the out and lse of both, give the gradients of the whole."""
     q, k, v, gradient = (torch.randn(1, 12, 1, 8) for _ in range(4))
     out, lse = exact_attention(q, k, v, False, 0.7)
     parts = [
@@ -62,8 +62,8 @@ def check_pieces() -> None:
     ]
     wanted = exact_gradients(gradient, q, k, v, False, 0.7)
     given = "Are p and delta from the lse and out that are given?"
-    assert_close(parts[0][0] + parts[1][0], wanted[0], "keys in two pieces: the sum of both dq", hint=given)
-    assert_close(torch.cat([parts[0][1], parts[1][1]], 1), wanted[1], "keys in two pieces: dk", hint=given)
+    assert_close(parts[0][0] + parts[1][0], wanted[0], "keys in two chunks: the sum of both dq", hint=given)
+    assert_close(torch.cat([parts[0][1], parts[1][1]], 1), wanted[1], "keys in two chunks: dk", hint=given)
 
 
 def check_sums() -> None:
@@ -71,9 +71,9 @@ def check_sums() -> None:
     x, y = (torch.tensor([[[row]]], dtype=torch.bfloat16) for row in ([1.0, 0.0], [0.0, 1.0]))  # [1, 1, 1, 2]
     for s_q, s_k in ((600, 1), (1, 600)):
         q, k = x.repeat(1, s_q, 1, 1), y.repeat(1, s_k, 1, 1)
-        found = reference.tiled_backward(q, q, k, k.flip(-1), 0 * q, torch.zeros(1, s_q, 1), False, 1.0, 1, 1)
+        result = reference.tiled_backward(q, q, k, k.flip(-1), 0 * q, torch.zeros(1, s_q, 1), False, 1.0, 1, 1)
         case, stuck = f"{s_q} queries, {s_k} keys, all p and ds are 1", "Sums in bfloat16 end at 256: 256 + 1 is 256."
-        for name, mine, count, row in zip("qkv", found, (s_k, s_q, s_q), (y, x, x), strict=True):
+        for name, mine, count, row in zip("qkv", result, (s_k, s_q, s_q), (y, x, x), strict=True):
             assert_close(mine, (count * row.double()).expand_as(mine), f"{case}: gradient of {name}", hint=stuck)
 
 
@@ -93,10 +93,10 @@ def check_rounding() -> None:
         "summed in wide_dtype(q)?"
     )
     # p = ds = 0.501831 is 0.5 in bfloat16. Times 3 it is 1.5; unrounded it would be 1.5055, in bfloat16 1.5078.
-    q, k, v, gradient = (bfloat16_rows(row) for row in ([3, 0], [0, 3], [0, 1], [3, 1]))
+    q, k, v, gradient = (bfloat16_rows(row) for row in ([3.0, 0.0], [0.0, 3.0], [0.0, 1.0], [3.0, 1.0]))
     lse = torch.full((1, 1, 1), -math.log(0.5 * (1 + 2**-8 - 2**-12)))
-    found = reference.tiled_backward(gradient, q, k, v, 0 * q, lse, False, 1.0, 16, 8)
-    for name, x, mine, wanted in zip("qkv", ("ds", "ds", "p"), found, ([0, 1.5], [1.5, 0], [1.5, 0.5]), strict=True):
+    result = reference.tiled_backward(gradient, q, k, v, 0 * q, lse, False, 1.0, 16, 8)
+    for name, x, mine, wanted in zip("qkv", ("ds", "ds", "p"), result, ([0, 1.5], [1.5, 0], [1.5, 0.5]), strict=True):
         assert mine.flatten().tolist() == wanted, (
             f"bfloat16: the gradient of {name} is {mine.flatten().tolist()} where {wanted} is right: {x} is rounded "
             "to bfloat16 before its product. Use rounded_matmul for each"

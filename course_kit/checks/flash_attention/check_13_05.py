@@ -15,30 +15,30 @@ from course_kit.labs.flash_attention import device
 from course_lib.flash_attention import forward
 
 
-def write_places(found, cu_seqlens, s_q, s_k):
+def write_indices(result, cu_seqlens, s_q, s_k):
     """Write what sequence_at says to row `program` of found [sequences, 4]."""
     number = tl.program_id(0)
-    batch, start, queries, keys = sequence_at(number, cu_seqlens, s_q, s_k)  # noqa: F821 (places_kernel binds it)
-    tl.store(found + 4 * number, batch)
-    tl.store(found + 4 * number + 1, start)
-    tl.store(found + 4 * number + 2, queries)
-    tl.store(found + 4 * number + 3, keys)
+    batch, start, queries, keys = sequence_at(number, cu_seqlens, s_q, s_k)  # noqa: F821 (indices_kernel binds it)
+    tl.store(result + 4 * number, batch)
+    tl.store(result + 4 * number + 1, start)
+    tl.store(result + 4 * number + 2, queries)
+    tl.store(result + 4 * number + 3, keys)
 
 
-def places_kernel() -> triton.runtime.KernelInterface:
-    """Return `write_places` as a kernel that calls the library's `sequence_at` of this moment."""
+def indices_kernel() -> triton.runtime.KernelInterface:
+    """Return `write_indices` as a kernel that calls the library's `sequence_at` of this moment."""
     names = {**globals(), "sequence_at": forward.sequence_at}
-    return triton.jit(types.FunctionType(write_places.__code__, names, "write_places"))
+    return triton.jit(types.FunctionType(write_indices.__code__, names, "write_indices"))
 
 
 def check() -> None:
     """Assert the places in a plain and in a packed batch, and compile the plain case for an H100."""
-    kernel = places_kernel()
+    kernel = indices_kernel()
 
     def places(sequences: int, cu_seqlens: torch.Tensor | None, s_q: int, s_k: int) -> torch.Tensor:
-        found = torch.full((sequences, 4), -1, dtype=torch.int32, device=device())
-        kernel[(sequences,)](found, cu_seqlens, s_q, s_k)
-        return found
+        result = torch.full((sequences, 4), -1, dtype=torch.int32, device=device())
+        kernel[(sequences,)](result, cu_seqlens, s_q, s_k)
+        return result
 
     with record_launches() as launches:
         plain = run_guarded(kernel, places, 3, None, 70, 50).tolist()

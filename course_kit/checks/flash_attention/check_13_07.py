@@ -21,12 +21,12 @@ def run_query_gradients(
     causal: bool, scale: float,
 ) -> torch.Tensor:  # fmt: skip
     """Return the gradient of q, of the kernel that calls gather_query_gradients."""
-    found, (s_q, heads), (s_k, kv_heads) = q.new_empty(q.shape), q.shape[1:3], k.shape[1:3]
+    result, (s_q, heads), (s_k, kv_heads) = q.new_empty(q.shape), q.shape[1:3], k.shape[1:3]
     backward.query_gradient_kernel[lambda meta: (triton.cdiv(s_q, meta["BLOCK_Q"]), heads, 1)](
-        q, k, v, gradient, lse, delta, found, None, s_q, s_k, heads // kv_heads, scale, *forward.strides_of(q, k, v),
+        q, k, v, gradient, lse, delta, result, None, s_q, s_k, heads // kv_heads, scale, *forward.strides_of(q, k, v),
         causal, **forward.head_sizes(q.shape[3]),
     )  # fmt: skip
-    return found
+    return result
 
 
 def find_far(gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -42,16 +42,16 @@ def check() -> None:
         gradient, q, k, v, lse, delta = backward_inputs(s_q, s_k, heads, kv_heads, d, dtype, causal, 0.4)
         case = f"{s_q} queries, {s_k} keys, head {d}, {'causal' if causal else 'not causal'}, {dtype}"
         with count_operations() as counts, record_launches() as launches:
-            found = run_guarded(kernel, run_query_gradients, gradient, q, k, v, lse, delta, causal, 0.4)
+            result = run_guarded(kernel, run_query_gradients, gradient, q, k, v, lse, delta, causal, 0.4)
         wanted = exact_gradients(gradient, q, k, v, causal, 0.4)[0]
         asked = "Is p masked at the diagonal, lse in base 2, delta taken off, the scale left to the kernel?"
-        assert_close(found, wanted, f"{case}: gradient of q", 8, asked)
+        assert_close(result, wanted, f"{case}: gradient of q", 8, asked)
         blocks = backward.QUERY_CONFIGURATIONS[0].kwargs
         assert_counts(counts, case, 3, heads, s_q, s_k, blocks, causal, dtype)
     x = torch.full((1, 33, 1, 16), 3.5)  # scores of -196
     lse, delta = torch.full((1, 1, 33), math.log(33) - 196), torch.ones(1, 1, 33)
-    found = run_guarded(kernel, run_query_gradients, x, x, -x, x, lse, delta, False, 1.0)
-    assert found.isfinite().all(), (
+    result = run_guarded(kernel, run_query_gradients, x, x, -x, x, lse, delta, False, 1.0)
+    assert result.isfinite().all(), (
         "scores of -196: past the last key, where none is loaded, exp2 overflows. Mask p there"
     )
     assert_far_rows(("k", "v"), find_far)

@@ -19,13 +19,13 @@ def run_key_gradients(
     causal: bool, scale: float,
 ) -> list[torch.Tensor]:  # fmt: skip
     """Return the gradients of k and v, of the kernel that calls gather_key_gradients."""
-    found = [x.new_empty(x.shape) for x in (k, v)]
+    result = [x.new_empty(x.shape) for x in (k, v)]
     (s_q, heads), (s_k, kv_heads) = q.shape[1:3], k.shape[1:3]
     backward.key_gradient_kernel[lambda meta: (triton.cdiv(s_k, meta["BLOCK_K"]), kv_heads, 1)](
-        q, k, v, gradient, lse, delta, *found, None, s_q, s_k, heads // kv_heads, scale, *forward.strides_of(q, k, v),
+        q, k, v, gradient, lse, delta, *result, None, s_q, s_k, heads // kv_heads, scale, *forward.strides_of(q, k, v),
         causal, **forward.head_sizes(q.shape[3]),
     )  # fmt: skip
-    return found
+    return result
 
 
 def find_far(gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -41,11 +41,11 @@ def check() -> None:
         gradient, q, k, v, lse, delta = backward_inputs(s_q, s_k, heads, kv_heads, d, dtype, causal, 0.4)
         case = f"{s_q} queries, {s_k} keys, head {d}, {'causal' if causal else 'not causal'}, {dtype}"
         with count_operations() as counts, record_launches() as launches:
-            found = run_guarded(kernel, run_key_gradients, gradient, q, k, v, lse, delta, causal, 0.4)
+            result = run_guarded(kernel, run_key_gradients, gradient, q, k, v, lse, delta, causal, 0.4)
         asked = "Do the given sums go on? Is p right: the mask, the first tile, lse in base 2?"
         hints = {"k": asked + " Is delta taken off, the scale left to the kernel?", "v": asked}
         wanted = exact_gradients(gradient, q, k, v, causal, 0.4)[1:]
-        for name, mine, exact in zip("kv", found, wanted, strict=True):
+        for name, mine, exact in zip("kv", result, wanted, strict=True):
             assert_close(mine, exact, f"{case}: gradient of {name}", 8, hints[name])
         blocks = backward.KEY_CONFIGURATIONS[0].kwargs
         assert_counts(counts, case, 4, heads, s_q, s_k, blocks, causal, dtype)

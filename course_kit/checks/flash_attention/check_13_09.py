@@ -1,6 +1,8 @@
-"""Check of exercise 13.9: the block of a ring is exact, alone and merged from six pieces, and runs our kernels."""
+"""Check of exercise 13.9: the block of a ring is exact, alone and merged from six chunks, and runs our kernels."""
 
 from __future__ import annotations
+
+from typing import Any, cast
 
 import torch
 
@@ -29,12 +31,12 @@ def check() -> None:
         exact, exact_lse = exact_attention(q, k, v, False, 0.25)
         with record_launches() as launches, GuardBands():  # new memory is NaN until it is written
             out, lse = operator.flash_block_forward(q, k, v, False)
-            found = operator.flash_block_backward(gradient, q, k, v, exact.float(), exact_lse.float(), False)
+            result = operator.flash_block_backward(gradient, q, k, v, exact.float(), exact_lse.float(), False)
         assert lse.shape == (1, s_q, 4), f"{case}: lse is {list(lse.shape)}: expected [b, s, a], {[1, s_q, 4]}"
         longest = "`longest` is the most queries or keys, and the scale that of check_for_kernel."
         assert_close(out, exact, f"{case}: out", hint=longest)
         assert_close(lse, exact_lse, f"{case}: lse", hint=longest)
-        for name, mine, gradients in zip("qkv", found, wanted, strict=True):
+        for name, mine, gradients in zip("qkv", result, wanted, strict=True):
             assert_close(mine, gradients, f"{case}: gradient of {name}", 8, f"lse goes in as [b, a, s]; {longest}")
         names = list(dict.fromkeys(launch.name for launch in launches))
         assert names == KERNELS, f"{case}: launched were {', '.join(names)}: expected {', '.join(KERNELS)}"
@@ -64,27 +66,27 @@ def check_refusal(on: torch.device) -> None:
 
 
 def check_ring(on: torch.device) -> None:
-    """Assert out, lse and gradients of a causal ring of three chunks, merged a piece at a time."""
-    block = AttentionBlock(operator.flash_block_forward, operator.flash_block_backward)
+    """Assert out, lse and gradients of a causal ring of three chunks, merged one at a time."""
+    block = AttentionBlock(operator.flash_block_forward, cast(Any, operator.flash_block_backward))
     q, k, v, gradient = (torch.randn(1, 48, a, 16, device=on) for a in (4, 2, 2, 4))
     wanted, wanted_lse = exact_attention(q, k, v, True, 0.25)
     out, lse = initial_out_lse(q)
     # the queries of chunk 0, 1, 2 meet the keys of the chunks up to theirs
     meetings = [(rank, source) for rank in range(3) for source in range(rank + 1)]
     for rank, source in meetings:
-        pieces = in_tokens(visible((rank,), (source,), True), 16)
+        shards = in_tokens(visible((rank,), (source,), True), 16)
         rows, keys = slice(16 * rank, 16 * rank + 16), slice(16 * source, 16 * source + 16)
-        attend(q[:, rows], k[:, keys], v[:, keys], pieces, block, out[:, rows], lse[:, rows])
-    assert_close(out, wanted, "six pieces of a ring, merged: out")
-    assert_close(lse, wanted_lse, "six pieces of a ring, merged: lse")
-    found = [torch.zeros_like(x) for x in (q, k, v)]
+        attend(q[:, rows], k[:, keys], v[:, keys], shards, block, out[:, rows], lse[:, rows])
+    assert_close(out, wanted, "six chunks of a ring, merged: out")
+    assert_close(lse, wanted_lse, "six chunks of a ring, merged: lse")
+    result = [torch.zeros_like(x) for x in (q, k, v)]
     for rank, source in meetings:
-        pieces = in_tokens(visible((rank,), (source,), True), 16)
+        shards = in_tokens(visible((rank,), (source,), True), 16)
         rows, keys = slice(16 * rank, 16 * rank + 16), slice(16 * source, 16 * source + 16)
         attend_backward(
-            gradient[:, rows], q[:, rows], k[:, keys], v[:, keys], out[:, rows], lse[:, rows], pieces, block,
-            found[0][:, rows], found[1][:, keys], found[2][:, keys],
+            gradient[:, rows], q[:, rows], k[:, keys], v[:, keys], out[:, rows], lse[:, rows], shards, block,
+            result[0][:, rows], result[1][:, keys], result[2][:, keys],
         )  # fmt: skip
-    for name, mine, exact in zip("qkv", found, exact_gradients(gradient, q, k, v, True, 0.25), strict=True):
+    for name, mine, exact in zip("qkv", result, exact_gradients(gradient, q, k, v, True, 0.25), strict=True):
         asked = "Does backward take the merged out and lse that it is given?"
-        assert_close(mine, exact, f"six pieces of a ring: gradient of {name}", hint=asked)
+        assert_close(mine, exact, f"six chunks of a ring: gradient of {name}", hint=asked)

@@ -1,4 +1,4 @@
-"""What a kernel of notebook 13 has to show besides its numbers: products and masks for each tile, code for a GPU."""
+"""Properties of a kernel of notebook 13 besides its numbers: products and masks for each tile, code for a GPU."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ def count_operations() -> Iterator[dict[str, int]]:
 
 
 def assert_counts(
-    counts: dict[str, int], case: str, products: int, heads: int, s_q: int, s_k: int, blocks: dict[str, int],
+    counts: dict[str, int], case: str, matmuls: int, heads: int, s_q: int, s_k: int, blocks: dict[str, int],
     causal: bool, dtype: torch.dtype,
 ) -> None:  # fmt: skip
     """Assert so many products for each tile, masks in partial tiles alone, and no exp; where the interpreter counts."""
     if not triton.knobs.runtime.interpret or dtype == torch.bfloat16:  # rounding to bfloat16 selects, too
         return
     visited, partial = (heads * n for n in count_tiles(s_q, s_k, blocks["BLOCK_Q"], blocks["BLOCK_K"], causal))
-    assert counts["create_dot"] <= products * visited, (
-        f"{case}: {counts['create_dot']} products for {visited} tiles: {products} each, and none for skipped tiles"
+    assert counts["create_dot"] <= matmuls * visited, (
+        f"{case}: {counts['create_dot']} products for {visited} tiles: {matmuls} each, and none for skipped tiles"
     )
     assert counts["create_select"] <= partial, (
         f"{case}: {counts['create_select']} masks for {partial} partial tiles: full ones need none"

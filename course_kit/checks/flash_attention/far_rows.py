@@ -25,8 +25,10 @@ def far_apart(*tensors: torch.Tensor) -> list[torch.Tensor]:
     _, s, _, d = tensors[0].shape
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
     memory = torch.frombuffer(mmap.mmap(-1, 2 * (2**31 + s * STRIDE), flags=flags), dtype=torch.float16)
-    places = [memory.as_strided((1, s, 1, d), (s * STRIDE, STRIDE, d, 1), 2**31 + d * n) for n in range(len(tensors))]
-    return [place.copy_(x) for place, x in zip(places, tensors, strict=True)]
+    positions = [
+        memory.as_strided((1, s, 1, d), (s * STRIDE, STRIDE, d, 1), 2**31 + d * n) for n in range(len(tensors))
+    ]
+    return [position.copy_(x) for position, x in zip(positions, tensors, strict=True)]
 
 
 def assert_far_rows(far: tuple[str, ...], run: Callable[..., dict[str, torch.Tensor]]) -> None:
@@ -40,10 +42,10 @@ def assert_far_rows(far: tuple[str, ...], run: Callable[..., dict[str, torch.Ten
     generator = torch.Generator().manual_seed(0)
     names = ("gradient", "q", "k", "v")
     inputs = {name: torch.randn(1, TOKENS, 1, 16, generator=generator).half() for name in names}
-    wanted = dict(zip(("out", "dq", "dk", "dv"), exact_results(*inputs.values(), True, 0.25), strict=True))
+    wanted = dict(zip(("out", "dq", "dk", "dv"), exact_results(**inputs, causal=True, scale=0.25), strict=True))
     moved = dict(zip(far, far_apart(*(inputs[name] for name in far)), strict=True))
     with silent_infinities():
-        found = run(*(inputs | moved).values())
-    for name, mine in found.items():
+        result = run(*(inputs | moved).values())
+    for name, mine in result.items():
         hint = "The offset of a row may need 64 bits: cast to tl.int64 before the product, or move the pointers"
         assert_close(mine, wanted[name], f"rows of {' and '.join(far)} 2^24 elements apart: {name}", 8, hint)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import torch
+import torch.distributed as dist
 
 from course_kit.checks.watchers import NoHostReads, refused, two_more_ranks
 from course_lib.fp8 import quantization
@@ -33,7 +35,7 @@ def assert_quantized(q: Quantized, x: torch.Tensor, dtype: torch.dtype, block: t
     name, fmt = f"{dtype}, blocks of {block}", FORMATS[dtype]
     assert q.values.dtype == dtype and q.values.nbytes == x.numel(), f"{name}: one byte a number"
     assert tuple(q.scale.shape) == blocks_of(x.shape, block)[:2] and q.scale.dtype == torch.float32, (
-        f"{name}: one float32 scale a block"
+        f"{name}: one float32 scale per block"
     )
     scale = out_of_blocks(in_blocks(torch.ones_like(x), block) * q.scale[:, None, :, None], x.shape)
     off = (dequantize(q) - x).abs()
@@ -81,11 +83,11 @@ def check() -> None:
     assert quantize(torch.zeros(2, 2)).scale == 1, "zeros have scale 1"
     bad = torch.ones(2, 256)
     bad[0, 0], bad[1, 200] = math.inf, math.nan
-    q = dequantize(quantize(bad, block=TILE))
-    assert q[0, 0].isnan() and q[1, 200].isnan(), "inf and NaN are hidden: no one would see that the step is broken"
-    assert (q[0, 1:] == 1).all() and (q[1, :200] == 1).all(), "one inf or NaN spoils its neighbours"
+    values = dequantize(quantize(bad, block=TILE))
+    assert values[0, 0].isnan() and values[1, 200].isnan(), "inf and NaN must stay visible: they mark a broken step"
+    assert bool((values[0, 1:] == 1).all()) and bool((values[1, :200] == 1).all()), "an inf or NaN spoils its neighbors"
     with two_more_ranks(448.0) as calls, NoHostReads():
-        split = quantize(torch.ones(2, 2), groups=("ranks",)).scale
+        split = quantize(torch.ones(2, 2), groups=(cast(dist.ProcessGroup, "ranks"),)).scale
     assert calls and split == 1, (
         f"a part of a matrix whose largest is 448 elsewhere has scale {split.item():g}: groups?"
     )

@@ -70,8 +70,8 @@ def check() -> None:
     large = quantize(torch.randn(256, 256), block=TILE), quantize(torch.randn(256, 256), block=SQUARE)
     arguments, constants = block_launch(*large, torch.empty(256, 256, dtype=torch.bfloat16), 128, 128)
     compiled = compile_kernel(kernel, *arguments, **constants, num_warps=8, num_stages=3)
-    products = re.findall(r"wgmma\.mma_async\S*\.(\w+\.\w+);?\s", compiled.ptx)
-    assert len(products) == 4 and set(products) == {"e4m3.e4m3"}, (
-        f"a block is 4 FP8 matmuls of 32 on an H100, not {products}"
+    matmuls = re.findall(r"wgmma\.mma_async\S*\.(\w+\.\w+);?\s", compiled.ptx)
+    assert len(matmuls) == 4 and set(matmuls) == {"e4m3.e4m3"}, (
+        f"a block is 4 FP8 matmuls of 32 on an H100, not {matmuls}"
     )
-    assert compiled.spilled_bytes == 0, f"{compiled.spilled_bytes} bytes a thread spill"
+    assert compiled.spilled_bytes == 0, f"{compiled.spilled_bytes} bytes per thread spill"

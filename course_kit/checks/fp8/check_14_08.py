@@ -1,11 +1,10 @@
-"""Check of exercise 14.8: `Fp8LinearFunction` makes Dgrad and Wgrad in 8 bits, no product too many, and keeps a byte for each
-element of x.
-"""
+"""Check of exercise 14.8: `Fp8LinearFunction` makes Dgrad and Wgrad in 8 bits, and keeps one byte per element of x."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import cast
 from unittest import mock
 
 import torch
@@ -30,15 +29,15 @@ FPROP, DGRAD, WGRAD = ((TOKENS, IN), (OUT, IN)), ((TOKENS, OUT), (IN, OUT)), ((O
 
 
 @contextlib.contextmanager
-def watched_products() -> Iterator[list]:
+def watched_matmuls() -> Iterator[list]:
     """Yield what happens inside, in order: the operands (a, b) of each fp8_matmul; "all-reduce", as if one more rank
     had the same; "wait".
     """
     seen, finished = [], linear.fp8_matmul
 
-    def product(a, b, *more, **named):
+    def product(a, b, *extra, **named):
         seen.append((a, b))
-        return finished(a, b, *more, **named)
+        return finished(a, b, *extra, **named)
 
     def all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
         work = mock.Mock()
@@ -67,9 +66,10 @@ def exact_gradients(
         weights = [in_eight_bits(weight.t(), casts.weight).t() for weight in weights]
     else:
         weights = [in_eight_bits(weight, casts.weight) for weight in weights]
-    dx = sum(in_eight_bits(dy, casts.gradient) @ weight for dy, weight in zip(dys, weights, strict=True))
-    kept = in_eight_bits(in_eight_bits(rows, casts.input).t(), casts.input).t()  # of x there are 8 bits alone
-    return [dx] + [in_eight_bits(dy.t(), casts.gradient) @ kept for dy in dys]
+    zero = torch.zeros(())
+    dx = sum((in_eight_bits(dy, casts.gradient) @ weight for dy, weight in zip(dys, weights, strict=True)), zero)
+    saved = in_eight_bits(in_eight_bits(rows, casts.input).t(), casts.input).t()  # of x there are 8 bits alone
+    return [dx] + [in_eight_bits(dy.t(), casts.gradient) @ saved for dy in dys]
 
 
 def check() -> None:
@@ -79,26 +79,26 @@ def check() -> None:
     weights = [torch.randn(OUT, IN, requires_grad=True) for _ in range(3)]
     dys = torch.randn(3, 2, 64, OUT).unbind()
     for casts in RECIPES:
-        check_products(x, weights, dys, casts)
+        check_matmuls(x, weights, dys, casts)
     check_forward_scales(x, weights, dys)
     layer = Fp8Linear(nn.Linear(IN, OUT, bias=False), RECIPES[-1])
     for given, asked in ((x, x), (x.detach(), layer.weight)):
         layer.weight.requires_grad_(asked is layer.weight)
-        with watched_products() as seen:
+        with watched_matmuls() as seen:
             torch.autograd.grad(layer(given), asked, dys[0])
         assert len(seen) == 2, f"{len(seen)} products, where {'the weight' if asked is x else 'x'} needs no gradient: 2"
-    check_kept(layer, x)
+    check_saved(layer, x)
 
 
-def check_products(x: torch.Tensor, weights: list, dys: tuple, casts: Casts) -> None:
+def check_matmuls(x: torch.Tensor, weights: list, dys: tuple, casts: Casts) -> None:
     """Assert operands, their order beside the all-reduce, and the gradients."""
     rows, dy_rows = x.detach().flatten(0, 1), [dy.flatten(0, 1) for dy in dys]
     wanted = [FPROP] * 3 + [DGRAD] * 3 + [WGRAD] * 3
     quantizers, cast = [LayerQuantizers(casts) for _ in weights], []
     for quantizer in quantizers:
         quantizer.gradient.register_forward_hook(lambda *_: cast.append("dy"))
-    with watched_products() as seen:
-        found = torch.autograd.grad(
+    with watched_matmuls() as seen:
+        result = torch.autograd.grad(
             linear.Fp8LinearFunction.apply(x, "ranks", quantizers, *weights), [x, *weights], dys
         )
     assert len(cast) == len(dys), f"{len(cast)} casts of {len(dys)} dy by quantizer.gradient(dy): one for each dy"
@@ -114,15 +114,16 @@ def check_products(x: torch.Tensor, weights: list, dys: tuple, casts: Casts) -> 
         f"with a group, dx is summed over it beside Wgrad's products; after Dgrad come {order}"
     )
     exact = exact_gradients(rows, [weight.detach() for weight in weights], dy_rows, casts)
-    off = [relative_error(dw, each) for dw, each in zip(found[1:], exact[1:], strict=True)]
-    assert relative_error(found[0].flatten(0, 1), 2 * exact[0]) < 1e-5, "dx is not all dy w of the quantized operands"
+    off = [relative_error(dw, each) for dw, each in zip(result[1:], exact[1:], strict=True)]
+    assert relative_error(result[0].flatten(0, 1), 2 * exact[0]) < 1e-5, "dx is not all dy w of the quantized operands"
     assert max(off) < 1e-5, f"dw is not dyᵀ x of the quantized operands (x from its 8 bits): off by {off}"
 
 
 def check_forward_scales(x: torch.Tensor, weights: list, dys: tuple) -> None:
     """Assert that backward asks no rank for scales, skips frozen weights, and has each weight's own dtype."""
-    quantizers = [LayerQuantizers(Casts(Cast(), Cast(), Cast()), {"weight": (Split(0, "ranks"),)}) for _ in weights]
-    with watched_products() as seen:
+    split = Split(0, cast(dist.ProcessGroup, "ranks"))
+    quantizers = [LayerQuantizers(Casts(Cast(), Cast(), Cast()), {"weight": (split,)}) for _ in weights]
+    with watched_matmuls() as seen:
         frozen = [weights[0].detach(), weights[1], weights[2].detach()]
         outs = linear.Fp8LinearFunction.apply(x.bfloat16(), None, quantizers, *frozen)
         in_forward = len(seen)
@@ -136,13 +137,13 @@ def check_forward_scales(x: torch.Tensor, weights: list, dys: tuple) -> None:
     assert not torch.equal(dw, dw.bfloat16().float()), "a float32 weight's gradient is rounded to x's dtype, bfloat16"
 
 
-def check_kept(layer: Fp8Linear, x: torch.Tensor) -> None:
+def check_saved(layer: Fp8Linear, x: torch.Tensor) -> None:
     """Assert that backward keeps x in 8 bits, and not x itself."""
     hidden = x * 1
     out, left = layer(hidden), StorageWeakRef(hidden.untyped_storage())
-    kept = [
+    saved = [
         each for each in (*out.grad_fn.saved_tensors, *vars(out.grad_fn).values()) if isinstance(each, torch.Tensor)
     ]
-    kept = sum(each.nbytes for each in kept if each.data_ptr() != layer.weight.data_ptr())
+    saved_bytes = sum(each.nbytes for each in saved if each.data_ptr() != layer.weight.data_ptr())
     del hidden
-    assert kept <= 1.05 * x.numel() and left.expired(), "backward keeps more than a byte for each element of x"
+    assert saved_bytes <= 1.05 * x.numel() and left.expired(), "backward keeps more than a byte for each element of x"

@@ -1,4 +1,4 @@
-"""What a kernel has to pass besides its numbers: it ran, it stayed within its tensors, and it did the work itself."""
+"""Tests of a kernel besides its numbers: it ran, it stayed within its tensors, and it did the work itself."""
 
 import contextlib
 import warnings
@@ -70,23 +70,23 @@ def run_guarded(kernel, run, *inputs):
     return tree_map_only(torch.Tensor, torch.Tensor.cpu, result)
 
 
-def assert_near(found: torch.Tensor, wanted: torch.Tensor, what: str, factor: float = 4, least: float = 1e-3) -> None:
+def assert_near(outcome: torch.Tensor, wanted: torch.Tensor, what: str, factor: float = 4, least: float = 1e-3) -> None:
     """Raise AssertionError unless `found` is `wanted` (float64), computed in float32 and rounded once to its dtype.
 
     Allowed: `factor` roundings of a float32 of its size, or of `least`, and half of the last bit of a shorter dtype.
     """
-    short = found.dtype != torch.float32
+    short = outcome.dtype != torch.float32
     hint = ". Is it only here? Then `widen` after each load, `cast` before each store" if short else ""
-    nan = int(found.isnan().sum())
+    nan = int(outcome.isnan().sum())
     assert not nan, (
-        f"{what}: {nan} of {found.numel()} elements are NaN. Never written? inf - inf or inf / inf on the way?{hint}"
+        f"{what}: {nan} of {outcome.numel()} elements are NaN. Never written? inf - inf or inf / inf on the way?{hint}"
     )
-    last_bit = torch.finfo(found.dtype).eps / 2 if short else 0
+    last_bit = torch.finfo(outcome.dtype).eps / 2 if short else 0
     bound = last_bit * wanted.abs() + factor * torch.finfo(torch.float32).eps * wanted.abs().clamp(min=least)
-    wrong = ((found.double() - wanted).abs() > bound).nonzero()
+    wrong = ((outcome.double() - wanted).abs() > bound).nonzero()
     if len(wrong):
         first = tuple(wrong[0].tolist())
         raise AssertionError(
-            f"{what}: {len(wrong)} of {found.numel()} elements are wrong, the first at {list(first)}: "
-            f"{found[first].item():.6g} instead of {wanted[first].item():.6g}{hint}"
+            f"{what}: {len(wrong)} of {outcome.numel()} elements are wrong, the first at {list(first)}: "
+            f"{outcome[first].item():.6g} instead of {wanted[first].item():.6g}{hint}"
         )

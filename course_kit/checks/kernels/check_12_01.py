@@ -23,22 +23,26 @@ def check() -> None:
     """Assert blocks, warps and limits of kernels on an H100 and an A100, and a ValueError for impossible ones."""
     h100 = gpus.GPUS["H100"]
     for (threads, registers, shared), (blocks, limits) in CASES.items():
-        found = gpus.occupancy(h100, threads, registers, shared)
+        result = gpus.occupancy(h100, threads, registers, shared)
         case = f"{threads} threads, {registers} registers, {shared:,} bytes"
-        assert found.blocks_per_sm == blocks, f"{case}: {blocks} blocks fit on an SM, yours says {found.blocks_per_sm}"
-        assert set(found.limited_by) == limits, (
-            f"{case}: {' and '.join(sorted(limits))} ran out, yours says {found.limited_by}"
+        assert result.blocks_per_sm == blocks, (
+            f"{case}: {blocks} blocks fit on an SM, yours says {result.blocks_per_sm}"
+        )
+        assert set(result.limited_by) == limits, (
+            f"{case}: {' and '.join(sorted(limits))} ran out, yours says {result.limited_by}"
         )
         warps = blocks * -(-threads // 32)
-        assert found.warps_per_sm == warps, f"{case}: {blocks} blocks are {warps} warps, not {found.warps_per_sm}"
-        assert found.fraction == warps / 64, f"{case}: that is {warps}/64 of an SM's warps, yours says {found.fraction}"
+        assert result.warps_per_sm == warps, f"{case}: {blocks} blocks are {warps} warps, not {result.warps_per_sm}"
+        assert result.fraction == warps / 64, (
+            f"{case}: that is {warps}/64 of an SM's warps, yours says {result.fraction}"
+        )
     small = gpus.occupancy(gpus.GPUS["A100"], 128, 32, 50_000)
     assert small.blocks_per_sm == 3, f"an A100 has less shared memory: 3 blocks, yours says {small.blocks_per_sm}"
     for impossible in IMPOSSIBLE:
         try:
-            found = gpus.occupancy(h100, *impossible)
+            refusal: object = gpus.occupancy(h100, *impossible)
         except (ValueError, ZeroDivisionError) as error:
-            found = error
-        assert isinstance(found, ValueError), (
-            f"{impossible}: no kernel can have these; a ValueError says so, not {found!r}"
+            refusal = error
+        assert isinstance(refusal, ValueError), (
+            f"{impossible}: no kernel can have these: raise ValueError, not {refusal!r}"
         )

@@ -19,24 +19,24 @@ def sectors_of(index: np.ndarray, active: np.ndarray = ALL_ACTIVE, size: int = 4
 def check() -> None:
     """Assert the sectors of one request at several strides, of lanes that are off, of several requests."""
     for stride, wanted in ((1, 4), (2, 8), (4, 16), (8, 32), (100, 32), (0, 1)):
-        found = sectors_of(LANES * stride)
-        assert found == wanted, f"32 lanes of float32, {stride} elements apart: {wanted} sectors, yours says {found}"
+        result = sectors_of(LANES * stride)
+        assert result == wanted, f"32 lanes of float32, {stride} elements apart: {wanted} sectors, yours says {result}"
     assert sectors_of(LANES, start=16) == 5, "a warp's 128 bytes that begin in the middle of a sector touch 5, not 4"
     assert sectors_of(LANES[::-1]) == 4, "the order of the lanes does not matter"
     assert sectors_of(LANES, size=2) == 2, "32 lanes of bfloat16 side by side are 64 bytes: 2 sectors"
-    found = sectors_of(LANES, active=(LANES < 9)[None, :])
-    assert found == 2, f"9 active lanes touch 2 sectors, yours says {found}; a lane that is off touches none"
+    result = sectors_of(LANES, active=(LANES < 9)[None, :])
+    assert result == 2, f"9 active lanes touch 2 sectors, yours says {result}; a lane that is off touches none"
     try:
-        found = sectors_of(LANES, active=~ALL_ACTIVE)
+        idle: object = sectors_of(LANES, active=~ALL_ACTIVE)
     except ValueError as error:
-        found = error
-    assert found == 0, f"a request in which no lane is active touches 0 sectors, yours says: {found}"
-    found = sectors.touched_units(np.stack([START + LANES * 4] * 2), np.ones((2, 32), dtype=bool), 32)
-    assert found == 8, f"two requests for the same 128 bytes pay twice: 8 sectors, yours says {found}"
+        idle = error
+    assert idle == 0, f"a request without an active lane touches 0 sectors, yours says: {idle}"
+    result = sectors.touched_units(np.stack([START + LANES * 4] * 2), np.ones((2, 32), dtype=bool), 32)
+    assert result == 8, f"two requests for the same 128 bytes pay twice: 8 sectors, yours says {result}"
     rng = np.random.default_rng(0)
     addresses = START + 4 * rng.integers(0, 10_000, (50, 32))
     active = rng.random((50, 32)) < 0.7
     for unit in (4, 32, 128):
         wanted = sum(len({int(a) // unit for a in row[on]}) for row, on in zip(addresses, active, strict=True))
-        found = sectors.touched_units(addresses, active, unit)
-        assert found == wanted, f"50 random requests touch {wanted} pieces of {unit} bytes, yours says {found}"
+        result = sectors.touched_units(addresses, active, unit)
+        assert result == wanted, f"50 random requests touch {wanted} units of {unit} bytes, yours says {result}"

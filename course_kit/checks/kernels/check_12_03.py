@@ -30,10 +30,10 @@ def check() -> None:
         assert traffic.requests() == 2 * warps, (
             f"each warp loads once and stores once, there were {traffic.requests()} requests"
         )
-    check_own_elements()
+    check_elements()
 
 
-def check_own_elements() -> None:
+def check_elements() -> None:
     """Assert that a block works out the elements of its own number: by what block 1 alone stores."""
     x, out = torch.randn(384), torch.full((384,), float("nan"))
     thread_kernels.branch_by_warp(Block((1, 0), (128, 1), BlockTraffic()), x, out)

@@ -25,8 +25,8 @@ def check() -> None:
         for dtype in (torch.float32, torch.bfloat16):
             x = (3 * torch.randn(numel)).to(dtype)
             x[0] = -1e-6
-            found = run_guarded(elu.elu_kernel, run_elu, x, 1.5, triton.cdiv(numel, BLOCK))
-            assert_near(found, F.elu(x.double(), 1.5), f"ELU of {numel} elements, {dtype}")
+            result = run_guarded(elu.elu_kernel, run_elu, x, 1.5, triton.cdiv(numel, BLOCK))
+            assert_near(result, F.elu(x.double(), 1.5), f"ELU of {numel} elements, {dtype}")
     large = run_guarded(elu.elu_kernel, run_elu, torch.tensor([200.0, -200.0]), 1.0, 1)
     assert large.tolist() == [200.0, -1.0], f"ELU(200) is 200 and ELU(-200) is -1, yours says {large.tolist()}"
     done = int((~run_guarded(elu.elu_kernel, run_elu, torch.randn(1000), 1.0, 2).isnan()).sum())

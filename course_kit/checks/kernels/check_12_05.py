@@ -18,10 +18,10 @@ def counted(kernel: Callable, n: int, threads: tuple[int, ...]) -> BlockTraffic:
     a, b = torch.randn(2, n * n).unbind(0)
     c = torch.full_like(a, float("nan"))
     traffic = run_threads(kernel, (-(-n // TILE),) * 2, threads, a, b, c, n)
-    product = a.view(n, n).double() @ b.view(n, n).double()
+    matmul = a.view(n, n).double() @ b.view(n, n).double()
     missing = int(c.isnan().sum())
     assert missing == 0, f"{kernel.__name__}: {missing} of {n * n} elements of c were never stored"
-    error = (c.view(n, n).double() - product).abs().max().item()
+    error = (c.view(n, n).double() - matmul).abs().max().item()
     assert error < 1e-4, f"{kernel.__name__}: c is {error:.3g} away from a @ b for n = {n}"
     return traffic
 

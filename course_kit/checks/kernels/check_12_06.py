@@ -18,7 +18,7 @@ CASES = ((4, 4, 2), (5, 3, 2), (7, 5, 4), (3, 6, 8), (1, 1, 4), (6, 4, 1))  # ro
 def write_tiles(tiles, tiles_m, tiles_n, group: tl.constexpr):
     """Write row and column of the tile that program `program` has to tiles[program]."""
     program = tl.program_id(0)
-    row, column = tile_of(program, tiles_m, tiles_n, group)  # noqa: F821 (tiles_kernel binds it)
+    row, column = tile_of(program, tiles_m, tiles_n, group)  # type: ignore[name-defined]  # noqa: F821  # tiles_kernel binds it
     tl.store(tiles + 2 * program, row)
     tl.store(tiles + 2 * program + 1, column)
 
@@ -47,8 +47,8 @@ def check() -> None:
             for column in range(tiles_n)
             for row in range(first, min(first + group, tiles_m))
         ]
-        found = run_guarded(kernel, run_tiles, tiles_m, tiles_n, group).tolist()
-        for program, (theirs, mine) in enumerate(zip(found, right, strict=True)):
+        result = run_guarded(kernel, run_tiles, tiles_m, tiles_n, group).tolist()
+        for program, (theirs, mine) in enumerate(zip(result, right, strict=True)):
             assert tuple(theirs) == mine, (
                 f"{tiles_m} x {tiles_n} tiles in groups of {group} rows: "
                 f"program {program} has tile {mine}, yours says {tuple(theirs)}"

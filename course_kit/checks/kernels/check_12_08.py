@@ -22,7 +22,8 @@ def norm_gradients(
     s, w = (t.double().requires_grad_() for t in (summed, weight))
     y = s * torch.rsqrt(s.pow(2).mean(-1, keepdim=True) + eps) * w
     total = (y * dy.double()).sum() + (0 if dsum is None else (s * dsum.double()).sum())
-    return torch.autograd.grad(total, (s, w))
+    grad_s, grad_w = torch.autograd.grad(total, (s, w))
+    return grad_s, grad_w
 
 
 def run_norm(
@@ -44,8 +45,8 @@ def run_norm(
 def check() -> None:
     """Assert dx, the sum of parts, and how many programs had rows, with and without dsum."""
     for rows, hidden, with_sum, dtype in CASES:
-        dy, dsum, summed = (torch.randn(rows, hidden + gap).to(dtype)[:, :hidden] for gap in (1, 2, 3))
-        dsum = dsum if with_sum else None
+        dy, gradient, summed = (torch.randn(rows, hidden + gap).to(dtype)[:, :hidden] for gap in (1, 2, 3))
+        dsum = gradient if with_sum else None
         weight, rstd = torch.rand(hidden) + 0.5, torch.rsqrt(summed.float().pow(2).mean(-1) + 1e-5)
         wanted_dx, wanted_dw = norm_gradients(dy, dsum, summed, weight)
         for programs in (1, 3):

@@ -45,7 +45,7 @@ def check() -> None:
         (wanted,) = torch.autograd.grad(each.sum(), exact)
         for gradient in (False, True):
             given = logits, targets, gradient, block, ignored
-            losses, kept = run_guarded(fused_loss.cross_entropy_kernel, run_loss, *given)
+            losses, saved = run_guarded(fused_loss.cross_entropy_kernel, run_loss, *given)
             case = f"{vocab} words in blocks of {block}, {dtype}, GRADIENT {gradient}, ignore_index {ignored}"
             wrong = [row for row in range(6) if not abs(losses[row].item() - each[row].item()) < 1e-4]
             hint = " (right without: was the target's logit overwritten before it was read?)" * gradient
@@ -55,9 +55,9 @@ def check() -> None:
             )
             if gradient:
                 what = f"{case}: the gradient, softmax - onehot (row 2, whose target is ignore_index: 0)"
-                assert_near(kept, wanted, what, factor=64, least=1)
+                assert_near(saved, wanted, what, factor=64, least=1)
             else:
-                assert torch.equal(kept, logits), f"{case}: the logits stay as they are"
+                assert torch.equal(saved, logits), f"{case}: the logits stay as they are"
     check_far_rows()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 
 from course_kit.checks.mixed_precision.numbers import E3M2
@@ -14,17 +16,17 @@ def check_against_torch(fmt: FloatFormat) -> None:
     """Assert all codes of a format against PyTorch's own dtype, as int64 and as the integers that it is stored in."""
     codes = torch.arange(2**fmt.bits)
     stored = codes.to(torch.int16 if fmt.bits == 16 else torch.int8)  # the upper half is negative
-    expected = stored.view(fmt.dtype).double()
+    expected = stored.view(cast(torch.dtype, fmt.dtype)).double()
     for given in (codes, stored):
-        found = formats.decode(given, fmt)
-        assert torch.is_tensor(found) and found.dtype == torch.float64, (
+        result = formats.decode(given, fmt)
+        assert torch.is_tensor(result) and result.dtype == torch.float64, (
             "numbers come as float64, which holds those of all formats"
         )
-        same = (found == expected) & (found.signbit() == expected.signbit()) | found.isnan() & expected.isnan()
+        same = (result == expected) & (result.signbit() == expected.signbit()) | result.isnan() & expected.isnan()
         wrong = codes[~same]
         assert same.all(), (
             f"{fmt.name}: {len(wrong)} of {len(codes)} codes are wrong, as {given.dtype}; the first is "
-            f"{wrong[0]:0{fmt.bits}b}: {found[wrong[0]]:g} for {expected[wrong[0]]:g}"
+            f"{wrong[0]:0{fmt.bits}b}: {result[wrong[0]]:g} for {expected[wrong[0]]:g}"
         )
 
 
@@ -35,8 +37,8 @@ def check() -> None:
     for fmt, unit, exponents in ((E2M1, 1 / 2, 3), (E3M2, 1 / 16, 7)):  # from 0 on, then in steps twice as long
         half = 2**fmt.mantissa_bits
         upwards = [unit * n for n in (*range(half), *(n << k for k in range(exponents) for n in range(half, 2 * half)))]
-        found = formats.decode(torch.arange(2**fmt.bits), fmt).tolist()
-        assert found == upwards + [-x for x in upwards], f"{fmt.name}, without infinity and NaN, is wrong: {found}"
-    found = formats.decode(torch.tensor([1, 2**18 - 2**10 - 1]), TF32).tolist()
-    assert found == [2.0**-136, TF32.largest], f"TF32's smallest and largest number come as {found}"
+        result = formats.decode(torch.arange(2**fmt.bits), fmt).tolist()
+        assert result == upwards + [-x for x in upwards], f"{fmt.name}, without infinity and NaN, is wrong: {result}"
+    result = formats.decode(torch.tensor([1, 2**18 - 2**10 - 1]), TF32).tolist()
+    assert result == [2.0**-136, TF32.largest], f"TF32's smallest and largest number come as {result}"
     assert refused(formats.decode, torch.ones(2), E4M3), "codes are integers: 1.0 is none, raise ValueError"

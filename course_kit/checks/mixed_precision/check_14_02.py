@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 
 from course_kit.checks.mixed_precision.numbers import E3M2, numbers
@@ -23,16 +25,16 @@ def neighborhood(dtype: torch.dtype) -> torch.Tensor:
 
 def check_against_torch(fmt: FloatFormat) -> None:
     """Assert what PyTorch's cast gives, and overflow, infinity and NaN, with and without saturation."""
-    points = neighborhood(fmt.dtype)
+    points = neighborhood(cast(torch.dtype, fmt.dtype))
     points = points[points.abs() <= fmt.largest]
     expected = points.to(fmt.dtype).double()
     codes = formats.encode(points, fmt)
     assert torch.is_tensor(codes) and codes.dtype == torch.int64, f"encode returns codes, int64, not {codes!r}"
-    found = numbers(codes, fmt)
-    wrong = (found != expected) | (found.signbit() != expected.signbit())
+    result = numbers(codes, fmt)
+    wrong = (result != expected) | (result.signbit() != expected.signbit())
     assert not wrong.any(), (
         f"{fmt.name}: {wrong.sum():,} of {len(points):,} points are wrong; {points[wrong][0]:.9g} becomes "
-        f"{found[wrong][0]:g} and should be {expected[wrong][0]:g}"
+        f"{result[wrong][0]:g} and should be {expected[wrong][0]:g}"
     )
     ends = torch.tensor([2 * fmt.largest, -torch.inf, torch.nan])
     cut = numbers(formats.encode(ends, fmt, saturate=True), fmt)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import nn
 
@@ -41,14 +43,14 @@ def check() -> None:
         wrapped.accumulate_into_master()
         assert layer.weight.grad is None, "the 16-bit gradients stay: 2 bytes a parameter too many, and counted twice"
     total = 1000 * torch.tensor(0.001).bfloat16().float()
-    found = wrapped.master_parameters[0].grad
-    assert found is not None, "after accumulate_into_master() the masters have no gradient"
-    assert torch.allclose(found, total, rtol=1e-4), (
-        f"1,000 micro-batches of 0.001 add up to {found[0, 0]:.4f}: not summed, or not in float32"
+    result = wrapped.master_parameters[0].grad
+    assert result is not None, "after accumulate_into_master() the masters have no gradient"
+    assert torch.allclose(result, total, rtol=1e-4), (
+        f"1,000 micro-batches of 0.001 add up to {result[0, 0]:.4f}: not summed, or not in float32"
     )
     norm = nn.Parameter(torch.ones(8))  # of float32 already, beside a weight that this step doesn't use
     other = nn.Parameter(torch.ones(8).bfloat16())
-    both = MasterWeights([layer.weight, norm, other], torch.optim.SGD, lr=1.0)
+    both = MasterWeights([cast(nn.Parameter, layer.weight), norm, other], torch.optim.SGD, lr=1.0)
     assert both.master_parameters[1].data_ptr() == norm.data_ptr(), (
         "a float32 parameter is its own master: no copy of it"
     )

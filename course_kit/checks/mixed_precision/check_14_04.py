@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from course_kit.checks.watchers import NoHostReads, refused, two_more_ranks
@@ -21,7 +23,8 @@ def check_against_torch() -> None:
     pairs = [[nn.Parameter(torch.ones(4)) for _ in range(2)] for _ in range(2)]
     optimizers = [torch.optim.AdamW(pair, lr=0.1, fused=True) for pair in pairs]
     for number, value in enumerate(SCRIPT):
-        for pair, scaler in zip(pairs, (ours, theirs), strict=True):
+        scalers: tuple[Any, Any] = ours, theirs
+        for pair, scaler in zip(pairs, scalers, strict=True):
             for weight, gradient in zip(pair, (value, 1), strict=True):
                 weight.grad = torch.full((4,), gradient * scaler.scale(torch.tensor(1.0)).item())
         theirs.unscale_(optimizers[1])
@@ -35,9 +38,9 @@ def check_against_torch() -> None:
             ours.update()
         theirs.step(optimizers[1])
         theirs.update()
-        mine, wanted = ours.factor.item(), theirs.get_scale()
+        mine, wanted = cast(torch.Tensor, ours.factor).item(), theirs.get_scale()
         assert mine == wanted, f"after step {number}, with a gradient of {value}, S is {mine:g}, not {wanted:g}"
-        assert torch.equal(torch.cat(pairs[0]), torch.cat(pairs[1])), (
+        assert torch.equal(torch.cat([*pairs[0]]), torch.cat([*pairs[1]])), (
             f"step {number}, with a gradient of {value}, changes the weights otherwise than torch.amp's"
         )
     counts = [int(optimizer.state[pair[0]]["step"]) for optimizer, pair in zip(optimizers, pairs, strict=True)]
@@ -55,15 +58,15 @@ def check_settings() -> None:
         scaler.unscale(weight for weight in (unused, *layer.parameters()))
     except AttributeError as error:
         raise AssertionError(f"a parameter without a gradient is left out ({error})") from None
-    assert (layer.weight.grad == 1).all() and (layer.bias.grad == 1).all(), (
-        f"given a generator, as model.parameters() is, a gradient of S comes as {grad_of(layer.bias)[0]:g} and not as 1: "
+    assert (grad_of(layer.weight) == 1).all() and (grad_of(layer.bias) == 1).all(), (
+        f"given a generator, as model.parameters() is, a gradient of S becomes {grad_of(layer.bias)[0]:g} and not 1: "
         "it is empty when you walk it a second time"
     )
     factors = []
     for bad in script:
-        scaler.found_inf.fill_(bad)
+        cast(torch.Tensor, scaler.found_inf).fill_(bad)
         scaler.update()
-        factors.append(scaler.factor.item())
+        factors.append(cast(torch.Tensor, scaler.factor).item())
     assert factors == [1024, 3072, 768, 768, 2304], (
         f"growth 3, backoff 1/4, interval 2, the third step bad: S is {factors}, from 1,024 on, and not 1,024, 3,072, "
         "768, 768, 2,304: are self.growth, self.backoff and self.interval used?"
@@ -79,7 +82,7 @@ def check() -> None:
     check_settings()
     good = nn.Parameter(torch.ones(4))
     good.grad = torch.ones(4)
-    shared = LossScaler(group="ranks")
+    shared = LossScaler(group=cast(dist.ProcessGroup, "ranks"))
     with two_more_ranks(1.0) as calls:
         shared.unscale([good])
     assert [group for _, group in calls] == ["ranks"], (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -42,22 +43,23 @@ def check() -> None:
             each.out = None  # sent
         profile.mark("sent")
     check_for_split_passes()
-    kept = profile.peak("sent")["activations"] + profile.peak("sent")["temporary"]
-    assert kept < 4 * 3e6, (
-        f"after their outputs are sent, four passes keep {kept / 2**20:.0f} MiB: keep the graph, not the output"
+    saved = profile.peak("sent")["activations"] + profile.peak("sent")["temporary"]
+    assert saved < 4 * 3e6, (
+        f"after their outputs are sent, four passes keep {saved / 2**20:.0f} MiB: keep the graph, not the output"
     )
 
 
 class Doubled(stages.StagePass):
     """A pass with a `run` of its own, as SplitPass has."""
 
-    def run(self, stage: nn.Module, *more) -> torch.Tensor:
-        return 2 * super().run(stage, *more)
+    def run(self, stage: nn.Module, *extra) -> torch.Tensor:
+        return 2 * super().run(stage, *extra)
 
 
 def check_for_split_passes() -> None:
     """Assert what SplitPass of section 8, which inherits from StagePass, counts on: `run`, `more` and `edge`."""
-    passed = Doubled(lambda x, y: x * y, torch.full((3,), 5.0), lambda out: out + 1, torch.full((3,), 7.0))
+    stage: Any = lambda x, y: x * y  # noqa: E731  # a pass calls its stage, whatever it is
+    passed = Doubled(stage, torch.full((3,), 5.0), lambda out: out + 1, torch.full((3,), 7.0))
     assert passed.out.tolist() == [71.0] * 3, (
         "finish is given what self.run(stage, *more) returns: SplitPass has a `run` of its own"
     )
@@ -65,10 +67,10 @@ def check_for_split_passes() -> None:
     frozen = stages.StagePass(nn.Identity(), torch.ones(2, dtype=torch.int64), lambda out: out)
     assert frozen.edge is None, "self.edge is None where the output needs no gradient"
     try:
-        found = frozen.backward(torch.ones(2))
+        result = frozen.backward(torch.ones(2))
     except Exception as error:
         raise AssertionError(f"where edge is None backward has nothing to do, and fails: {error}") from None
-    assert found is None, f"where edge is None there is no gradient to return: {found}"
+    assert result is None, f"where edge is None there is no gradient to return: {result}"
 
 
 def check_three_stages() -> None:
@@ -76,8 +78,9 @@ def check_three_stages() -> None:
     model, (tokens, targets) = Transformer(TINY), batch_of()
     expected_loss, expected = one_process()
     first, middle, last = stages.split_stages(model, 3)
-    calls, marks = [], []
-    next(transformer_blocks(middle).children()).register_forward_hook(lambda *_: calls.append(1))
+    calls: list[int] = []
+    marks: list = []
+    transformer_blocks(middle)[0].register_forward_hook(lambda *_: calls.append(1))
     a = stages.StagePass(first, tokens, lambda out: marked(out, marks))
     b = stages.StagePass(middle, a.out, lambda out: marked(out, marks))
     c = stages.StagePass(last, b.out, lambda out: loss(out, targets))
@@ -91,14 +94,14 @@ def check_three_stages() -> None:
     )
     gradient = torch.ones(())
     for each, before, name in ((c, b, "last"), (b, a, "second")):
-        gradient = each.backward(gradient)
-        assert gradient is not None and gradient.shape == before.out.shape, (
+        returned = each.backward(gradient)
+        assert returned is not None and returned.shape == before.out.shape, (
             f"backward of the {name} stage should return the gradient of x: it is what the stage before gets"
         )
         assert getattr(each.x, "grad", None) is None, (
             f"after backward the {name} stage's pass still has the gradient that it returned: forget self.x.grad"
         )
-    assert a.x.grad is None and first.embedding.weight.grad is not None, (
+    assert a.x.grad is None and cast(nn.Embedding, first.embedding).weight.grad is not None, (
         "the first stage's own backward has begun too early: cut the graph"
     )
     assert a.backward(gradient) is None, "tokens have no gradient"

@@ -18,8 +18,8 @@ def check() -> None:
     """Assert what is missing at the start, and as actions of three stages are done."""
     progress = actions.Progress(schedules.afab(3, 4))
     for action, wanted, why in ASKED:
-        found = progress.missing(Action(*action))
-        assert found == wanted, f"{Action(*action)}: {why}, so the answer is {wanted}, not {found}"
+        result = progress.missing(Action(*action))
+        assert result == wanted, f"{Action(*action)}: {why}, so the answer is {wanted}, not {result}"
     for done in (("F", 0, 0), ("F", 1, 0), ("F", 2, 0)):
         progress.mark(Action(*done))
     assert progress.missing(Action("F", 1, 0)) is None, "the stage before is done"

@@ -6,9 +6,9 @@ from course_lib.pipeline import actions, schedules
 from course_lib.pipeline.actions import Action
 
 
-def taken(*words: tuple[str, int, int]) -> list[Action]:
+def taken(*actions: tuple[str, int, int]) -> list[Action]:
     """Actions of (kind, stage, micro-batch)."""
-    return [Action(*word) for word in words]
+    return [Action(*word) for word in actions]
 
 
 GOOD = [  # 1F1B, two ranks, four micro-batches
@@ -58,6 +58,6 @@ def check() -> None:
         taken(("F", 0, 1), ("F", 1, 0), ("B", 1, 0), ("B", 0, 1)),
     ]
     assert not refused(both, 2), f"a stage may be on two ranks, each with micro-batches of its own: {refused(both, 2)}"
-    for what, (schedule, m) in WRONG.items():
-        assert refused(schedule, m), f"{what}: should raise ValueError"
+    for what, case in WRONG.items():
+        assert refused(*case), f"{what}: should raise ValueError"
     assert "deadlock" in refused(*WRONG["a deadlock"]), "the deadlock's error should say so: let play raise it"

@@ -14,11 +14,13 @@ ONE_RANK = [[Action(kind, stage, 0) for kind, stage in (("F", 0), ("F", 1), ("I"
 
 def check_bubble(make, p: int, m: int, times: tuple, wanted: int) -> None:
     """Assert the bubble of a schedule, in units of a rank's work for one micro-batch, and the work itself."""
-    found, work = simulation.simulate(make(p, m), *times), sum(times)
+    result, work = simulation.simulate(make(p, m), *times), sum(times)
     where = f"{make.__name__}, p = {p}, m = {m}, times {', '.join(map(str, times))}"
-    why = "too early: wait for what it needs, and for its rank" if found.bubble < wanted * work else "too late"
-    assert found.bubble == wanted * work, f"{where}: bubble {found.bubble}, not {wanted * work}: an action begins {why}"
-    assert found.busy == [m * work] * p, f"{where}: ranks work for {found.busy}"
+    why = "too early: wait for what it needs, and for its rank" if result.bubble < wanted * work else "too late"
+    assert result.bubble == wanted * work, (
+        f"{where}: bubble {result.bubble}, not {wanted * work}: an action begins {why}"
+    )
+    assert result.busy == [m * work] * p, f"{where}: ranks work for {result.busy}"
 
 
 def check() -> None:
@@ -29,10 +31,12 @@ def check() -> None:
             bubbles = (schedules.naive, (p - 1) * m), (schedules.afab, p - 1), (schedules.one_f_one_b, p - 1)
             for make, wanted in bubbles:
                 check_bubble(make, p, m, times, wanted)
-    found = simulate(schedules.naive(3, 1), 1, 1, 1, 5).makespan
-    assert found == 9 + 4 * 5, f"t_comm = 5, three ranks, one micro-batch: {found}, not 29: four trips, all on the way"
-    found = simulate(schedules.afab(2, 4), 1, 1, 1, 1).makespan
-    assert found == 5 * 3 + 2, f"t_comm: AFAB, p = 2, m = 4 takes {found}, not 17: a rank computes while mail travels"
+    result = simulate(schedules.naive(3, 1), 1, 1, 1, 5).makespan
+    assert result == 9 + 4 * 5, (
+        f"t_comm = 5, three ranks, one micro-batch: {result}, not 29: four trips, all on the way"
+    )
+    result = simulate(schedules.afab(2, 4), 1, 1, 1, 1).makespan
+    assert result == 5 * 3 + 2, f"t_comm: AFAB, p = 2, m = 4 takes {result}, not 17: a rank computes while mail travels"
     by_stage = [1, 2, 4], [1, 1, 1], [0, 0, 8]
     assert simulate(schedules.naive(3, 1), *by_stage).makespan == 7 + 3 + 8, "times may differ by stage"
     assert simulate(ONE_RANK, 1, 1, 1, 5).makespan == 6, "what the same rank has made need not travel"

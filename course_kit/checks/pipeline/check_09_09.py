@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from course_kit.labs.pipeline.same import Probe, check_order, check_same, squares
+from course_kit.labs.pipeline.same import Log, Probe, check_order, check_same, squares
 from course_kit.ranks import shared
 from course_lib.pipeline import runner
 from course_lib.pipeline.actions import Action
@@ -13,28 +13,37 @@ from course_lib.pipeline.schedules import afab, naive
 
 
 def one_f_one_b(p: int, m: int) -> list[list[Action]]:
-    """1F1B by its kinds: F's ahead, F and B in turn, the B's that are left."""
+    """Return 1F1B by its kinds: warmup F's, F and B in alternation, the remaining B's."""
     schedule = []
     for rank in range(p):
-        ahead, numbers = min(p - 1 - rank, m), {"F": iter(range(m)), "B": iter(range(m))}
-        kinds = "F" * ahead + "FB" * (m - ahead) + "B" * ahead
+        warmup, numbers = min(p - 1 - rank, m), {"F": iter(range(m)), "B": iter(range(m))}
+        kinds = "F" * warmup + "FB" * (m - warmup) + "B" * warmup
         schedule.append([Action(kind, rank, next(numbers[kind])) for kind in kinds])
     return schedule
 
 
 def split_action(action: Action) -> list[Action]:
-    """I and W of a B; else the action itself."""
+    """Return I and W of a B, and any other action unchanged."""
     return [action._replace(kind=kind) for kind in "IW"] if action.kind == "B" else [action]
 
 
+class StageLog(Log):
+    """A log that also has, by forward, True if it runs in autocast, and its positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside: list[bool] = []
+        self.positions: list[list | None] = []
+
+
 class Sees(Probe):
-    """A stage that notes whether it runs in autocast, and its positions. What it sends is of the size that is waited
-    for, either way.
-    """
+    """A stage that notes whether it runs in autocast, and its positions. Its output has the expected size."""
+
+    log: StageLog
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-        self.log["inside"].append(torch.is_autocast_enabled("cpu"))
-        self.log["positions"].append(None if positions is None else positions.tolist())
+        self.log.inside.append(torch.is_autocast_enabled("cpu"))
+        self.log.positions.append(None if positions is None else positions.tolist())
         return super().forward(x.float()).bfloat16()
 
 
@@ -42,11 +51,11 @@ def seen() -> tuple[bool, list]:
     """On a rank: whether its stage runs in autocast, all through a step in BF16 with positions 0 of micro-batch 0 and 1
     of micro-batch 1; and the positions that it was given for these two.
     """
-    rank, log = dist.get_rank(), {"events": [], "live": 0, "peak": 0, "inside": [], "positions": []}
+    rank, log = dist.get_rank(), StageLog()
     schedule = afab(dist.get_world_size(), 2)
     pipeline = runner.PipelineRunner({rank: Sees(rank, log)}, schedule, loss_of=squares)
     pipeline.step(torch.randn(2, 4), torch.randn(2, 4), torch.bfloat16, 1, positions=torch.tensor([[0], [1]]))
-    return all(log["inside"]), log["positions"][-2:]
+    return all(log.inside), log.positions[-2:]
 
 
 def check() -> None:
@@ -59,7 +68,7 @@ def check() -> None:
         check_order(swapped, "a schedule that has no name")
         halves = [[each for action in row for each in split_action(action)] for row in one_f_one_b(4, 5)]
         halves[3] = [a for a in halves[3] if a.kind != "W"] + [a for a in halves[3] if a.kind == "W"]
-        halves[2] = one_f_one_b(4, 5)[2]  # rank 2 in one piece
+        halves[2] = one_f_one_b(4, 5)[2]  # rank 2 at once
         check_order(halves, "B as I and W, rank 3's W's last")
         check_same(one_f_one_b(4, 6), "one_f_one_b, m = 6", 6)
         check_same(halves, "B as I and W, rank 3's W's last", 5)

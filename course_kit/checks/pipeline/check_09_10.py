@@ -23,19 +23,19 @@ def check() -> None:
                 f"{where}: rank 1 has stages 1, {p + 1}, …"
             )
             for times in ((1, 1, 1), (2, 1, 3)):
-                found, wanted = bubble(schedule, *times), (p - 1) * sum(times)
-                assert found == wanted, f"{where}: bubble {found}, not {wanted}"
+                result, wanted = bubble(schedule, *times), (p - 1) * sum(times)
+                assert result == wanted, f"{where}: bubble {result}, not {wanted}"
     peaks = [max(held(schedules.interleaved(4, 16, 2, run))) for run in (4, 8, 16)]
     assert peaks == [11, 15, 23], (
         f"p = 4, m = 16, v = 2: runs of 4, 8, 16 hold {peaks}, not run (v - 1) + 2 (p - 1) + 1"
     )
     assert schedules.interleaved(4, 8, 1) == one_f_one_b(4, 8), "v = 1 is 1F1B"
-    for p, m, v, run in ((4, 9, 2, None), (4, 8, 2, 2), (2, 8, 2, 3)):
+    for p, m, v, bad_run in ((4, 9, 2, None), (4, 8, 2, 2), (2, 8, 2, 3)):
         try:
-            schedules.interleaved(p, m, v, run)
+            schedules.interleaved(p, m, v, bad_run)
         except ValueError:
             continue
-        raise AssertionError(f"p = {p}, m = {m}, run = {run}: should raise ValueError")
+        raise AssertionError(f"p = {p}, m = {m}, run = {bad_run}: should raise ValueError")
     with shared(4).within(20):
         for run in (4, 8):
             check_order(schedules.interleaved(4, 8, 2, run), f"interleaved, run = {run}")

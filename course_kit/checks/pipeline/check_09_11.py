@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 
 import torch
@@ -25,23 +26,23 @@ def check() -> None:
     inputs = [each.requires_grad_() for each in (x, weight, bias)]
     gradient = torch.randn(2, 5, 4, dtype=torch.float64)
     functions = split_backward.Linear.apply, nn.functional.linear
-    found, expected = (torch.autograd.grad(function(*inputs), inputs, gradient) for function in functions)
-    for name, got, wanted in zip(("x", "weight", "bias"), found, expected, strict=True):
+    result, expected = (torch.autograd.grad(function(*inputs), inputs, gradient) for function in functions)
+    for name, got, wanted in zip(("x", "weight", "bias"), result, expected, strict=True):
         assert relative_error(got, wanted) < 1e-12, f"the gradient of {name} is not that of F.linear"
-    for needs, products in NEEDS:
+    for needs, matmuls in NEEDS:
         context = SimpleNamespace(saved_tensors=(x.detach(), weight.detach()), needs_input_grad=needs)
-        found, count = flops(lambda context=context: split_backward.Linear.backward(context, gradient))
-        assert count == products * 2 * 10 * 3 * 4, (
+        result, count = flops(functools.partial(split_backward.Linear.backward, context, gradient))
+        assert count == matmuls * 2 * 10 * 3 * 4, (
             f"asked for {needs} (x, weight, bias): {count} FLOPs, a product has 240"
         )
-        assert [each is not None for each in found] == list(needs), (
-            f"asked for {needs} (x, weight, bias): gives {[each is not None for each in found]}; the others are None"
+        assert [each is not None for each in result] == list(needs), (
+            f"asked for {needs} (x, weight, bias): gives {[each is not None for each in result]}; the others are None"
         )
     saved = x.detach().bfloat16(), weight.detach().float()
     context = SimpleNamespace(saved_tensors=saved, needs_input_grad=(True, True, True))
     try:
-        found = split_backward.Linear.backward(context, gradient.bfloat16())
+        result = split_backward.Linear.backward(context, gradient.bfloat16())
     except RuntimeError as error:
         raise AssertionError(f"x and gradient in BF16, weight in float32: cast the weight; {error}") from None
-    dtypes = [each.dtype for each in found[:2]]
+    dtypes = [each.dtype for each in result[:2]]
     assert dtypes == [torch.bfloat16] * 2, f"under autocast products are in the gradient's dtype, BF16, not {dtypes}"

@@ -82,18 +82,20 @@ def check() -> None:
 def check_halves(name: str, stage: nn.Module, x: torch.Tensor) -> None:
     """Assert that I and W together are a backward, and that weights get theirs in W, with one call of each hook."""
     try:
-        expected, found, (of_b, of_i, of_w), early, fired = two_ways(stage, x)
+        expected, result, (of_b, of_i, of_w), early, fired = two_ways(stage, x)
     except RuntimeError as error:
         assert "second time" not in str(error), f"{name}: two edges lead through the same graph: set retain_graph=True"
         raise
     assert not early, f"{name}: {early[0]} has its gradient before W"
     for each, gradient in expected.items():
         if gradient is None:
-            assert found[each] is None, f"{name}: {each} is not used, or its Function gives None, and it has a gradient"
+            assert result[each] is None, (
+                f"{name}: {each} is not used, or its Function gives None, and it has a gradient"
+            )
             assert "unused" not in each or not fired[each], f"{name}: {each} is not used, and its hook fires"
         else:
-            assert found[each] is not None, f"{name}: {each} has no gradient after W"
-            assert relative_error(found[each], gradient) < 1e-6, f"{name}: the gradient of {each} is wrong"
+            assert result[each] is not None, f"{name}: {each} has no gradient after W"
+            assert relative_error(result[each], gradient) < 1e-6, f"{name}: the gradient of {each} is wrong"
             wrong = [hook for hook in (each, f"tensor hook of {each}") if each != "x" and fired[hook] != 1]
             times = fired[wrong[0]] if wrong else 1
             assert not wrong, f"{name}: the hook on {each} fired {times} times, not once"

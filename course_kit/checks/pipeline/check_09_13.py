@@ -23,8 +23,8 @@ def check() -> None:
             holds = held(schedule)
             assert holds == [k * (p - 1) + 1] * p, f"{where}: ranks hold {holds}, not {k * (p - 1) + 1}"
             for t_f, t_i, t_w in ((1, 1, 1), (3, 3, 2), (2, 3, 1)):
-                wanted, found = (p - 1) * (t_f + t_i - k * t_w), bubble(schedule, t_f, t_i, t_w)
-                assert found == wanted, f"{where}, times {t_f}, {t_i}, {t_w}: bubble {found}, not {wanted}"
+                expected, result = (p - 1) * (t_f + t_i - k * t_w), bubble(schedule, t_f, t_i, t_w)
+                assert result == expected, f"{where}, times {t_f}, {t_i}, {t_w}: bubble {result}, not {expected}"
         few = schedules.delay_weight_grads(4, 2, k)
         wrong = fault(few, 4, 2)
         assert not wrong, f"{name}, fewer micro-batches than ranks, p = 4, m = 2: {wrong}"

@@ -10,8 +10,8 @@ BY_HAND = ((2, 4, (1, 1, 1), 1), (4, 8, (3, 3, 2), 1), (4, 8, (1, 1, 1), 2), (8,
 
 def expect(probe, rank: int, wanted: dict, why: str) -> None:
     """Assert what a rank's options are."""
-    found = probe.options(rank)
-    assert found == wanted, f"rank {rank}: {why}: the options are {wanted}, not {found}"
+    result = probe.options(rank)
+    assert result == wanted, f"rank {rank}: {why}: the options are {wanted}, not {result}"
 
 
 def check_options() -> None:
@@ -48,11 +48,11 @@ def check() -> None:
     check_options()
     for p, m, times, k in BY_HAND:
         live, (t_f, t_i, t_w) = k * (p - 1) + 1, times
-        ahead = [min(live, k * (p - 1 - rank) + 1) for rank in range(p)]
+        warmup = [min(live, k * (p - 1 - rank) + 1) for rank in range(p)]
         by_kind = {kind: [time] * p for kind, time in zip("FIW", times, strict=True)}
-        schedule = search.Greedy(p, m, by_kind, 0, live, ahead, 0.0).run()
+        schedule = search.Greedy(p, m, by_kind, 0, live, warmup, 0.0).run()
         wrong = fault(schedule, p, m)
         assert not wrong, f"p = {p}, m = {m}: {wrong}"
         assert max(held(schedule)) <= live, f"p = {p}, m = {m}: holds {max(held(schedule))}, and may hold {live}"
-        by_hand, found = m * sum(times) + (p - 1) * (t_f + t_i - k * t_w), cost(schedule, *times)
-        assert found <= 1.1 * by_hand, f"p = {p}, m = {m}, times {times}: cost {found}, by hand {by_hand}"
+        by_hand, result = m * sum(times) + (p - 1) * (t_f + t_i - k * t_w), cost(schedule, *times)
+        assert result <= 1.1 * by_hand, f"p = {p}, m = {m}, times {times}: cost {result}, by hand {by_hand}"

@@ -17,25 +17,25 @@ def linears(*stages: int) -> nn.ModuleDict:
 
 
 def check() -> None:
-    """Assert both functions for schedules with one stage a rank and with two, and for one that is out of order."""
+    """Assert both functions for schedules with one stage per rank and with two, and for one that is out of order."""
     for schedule, stages, wanted, why in (
         (one_f_one_b(4, 4), (0, 3), (0, 3), "1F1B, a weight tied across stages 0 and 3"),
         (zero_bubble_v(4, 4), (0, 7), (0,), "ZB-V: rank 0 has both ends, stages 0 and 7"),
         (interleaved(4, 4, 2), (0, 7), (0, 3), "interleaved: stage 7 is on rank 3"),
         (BOTH, (1,), (0, 1), "a stage may be on two ranks (DualPipe)"),
     ):
-        found = tied_weights.owner_ranks(schedule, stages)
-        assert found == wanted, f"owner_ranks, {why}: {found}, not {wanted}"
+        result = tied_weights.owner_ranks(schedule, stages)
+        assert result == wanted, f"owner_ranks, {why}: {result}, not {wanted}"
     for schedule in (zero_bubble_v(4, 8), zero_bubble_v(4, 9)):
         actions = schedule[0]
-        wanted = {max(i for i, a in enumerate(actions) if a.stage == stage and a.kind in "BW") for stage in (0, 7)}
-        found = tied_weights.final_backwards(linears(0, 7), actions)
-        assert found == wanted, f"ZB-V, rank 0: {sorted(found)}, not {sorted(wanted)}: the last W of each stage"
+        last = {max(i for i, a in enumerate(actions) if a.stage == stage and a.kind in "BW") for stage in (0, 7)}
+        final = tied_weights.final_backwards(linears(0, 7), actions)
+        assert final == last, f"ZB-V, rank 0: {sorted(final)}, not {sorted(last)}: the last W of each stage"
     shared = linears(0, 7)
     shared["7"].weight = shared["0"].weight
-    found = tied_weights.final_backwards(shared, actions)
-    assert found == {max(wanted)}, (
-        f"stages 0 and 7 share a weight: {sorted(found)}, not {max(wanted)}: only the later one's last W counts"
+    final = tied_weights.final_backwards(shared, actions)
+    assert final == {max(last)}, (
+        f"stages 0 and 7 share a weight: {sorted(final)}, not {max(last)}: only the later stage's last W counts"
     )
     late = [Action(*each) for each in (("F", 0, 1), ("F", 0, 0), ("B", 0, 1), ("B", 0, 0))]
     assert tied_weights.final_backwards(linears(0), late) == {3}, (

@@ -1,4 +1,4 @@
-"""What several checks of notebook 09 ask of a schedule, by formulas and a replay of their own.
+"""Properties of a schedule that several checks of notebook 09 ask for, by formulas and a replay of their own.
 
 The library's `validate` and `simulate` are exercises: a check takes nothing from them that it expects.
 """
@@ -6,6 +6,7 @@ The library's `validate` and `simulate` are exercises: a check takes nothing fro
 from __future__ import annotations
 
 import collections
+from typing import Any
 
 from course_kit.labs.pipeline.same import open_passes
 
@@ -28,12 +29,14 @@ def times_of(kind: str, t_f, t_i, t_w):
 
 
 def replayed(schedule: list, t_f=1, t_i=1, t_w=1) -> tuple[list[list[tuple]], str]:
-    """(start, end) of the actions of each rank, as far as they can be carried out; and where ranks get stuck, or ""."""
+    """Return (start, end) of each rank's actions, as far as they can run, and where ranks get stuck, or ""."""
     last = max(action.stage for actions in schedule for action in actions)
-    ended, spans, going = {}, [[] for _ in schedule], True
+    ended: dict[tuple, Any] = {}
+    spans: list[list[tuple]] = [[] for _ in schedule]
+    going = True
 
     def ready(kind: str, stage: int, i: int):
-        """When what the action needs is there; None: not yet."""
+        """Return when the action's inputs are ready; None: not yet."""
         if kind == "F":
             needs = [("F", stage - 1, i)] if stage else []
         elif kind == "W":
@@ -45,9 +48,9 @@ def replayed(schedule: list, t_f=1, t_i=1, t_w=1) -> tuple[list[list[tuple]], st
     while going:
         going = False
         for actions, done in zip(schedule, spans, strict=True):
-            while len(done) < len(actions) and (there := ready(*actions[len(done)])) is not None:
+            while len(done) < len(actions) and (present := ready(*actions[len(done)])) is not None:
                 kind, stage, i = actions[len(done)]
-                start = max(there, done[-1][1] if done else 0)
+                start = max(present, done[-1][1] if done else 0)
                 done.append((start, start + times_of(kind, t_f, t_i, t_w)))
                 if kind != "W":
                     ended["F" if kind == "F" else "B", stage, i] = done[-1][1]
@@ -63,14 +66,14 @@ def replayed(schedule: list, t_f=1, t_i=1, t_w=1) -> tuple[list[list[tuple]], st
 def bubble(schedule: list, t_f=1, t_i=1, t_w=1):
     """Return the longest time of a rank from its first to its last action, above the work of the busiest rank."""
     spans, _ = replayed(schedule, t_f, t_i, t_w)
-    busy = max(sum(end - start for start, end in own) for own in spans)
+    busy = max(sum(end - start for start, end in local) for local in spans)
     return cost(schedule, t_f, t_i, t_w) - busy
 
 
 def cost(schedule: list, t_f=1, t_i=1, t_w=1):
     """Return the longest time of a rank from its first to its last action."""
     spans, _ = replayed(schedule, t_f, t_i, t_w)
-    return max(own[-1][1] - own[0][0] for own in spans)
+    return max(local[-1][1] - local[0][0] for local in spans)
 
 
 def fault(schedule: list, stages: int, m: int) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from course_kit.labs.recompute.gradients import called_by, gradients_of
+from course_kit.typed import grad_of
 from course_lib.recompute import by_hand
 from course_lib.single_gpu.model import ModelConfig, Transformer
 from course_lib.single_gpu.profile import MemoryProfile
@@ -33,15 +34,15 @@ def advice_for_the_replay() -> Iterator[None]:
 
 def saved_by(run: Callable[[], object]) -> list[torch.Tensor]:
     """Return the tensors that autograd saves in run()."""
-    found = []
+    outcome = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
+        outcome.append(tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         result = run()  # noqa: F841  (it holds the graph)
-    return found
+    return outcome
 
 
 def counted_blocks(counts: dict) -> Callable:
@@ -60,11 +61,11 @@ def counted_blocks(counts: dict) -> Callable:
 def check() -> None:
     """Assert a model's gradients bit by bit, what is kept, two outputs and nested inputs, and dropout."""
     probe = Transformer(CONFIG)
-    words = torch.randint(256, (2, 3, 33), generator=torch.Generator().manual_seed(0))
-    counts = {}
-    plain_loss, plain = gradients_of(probe, *words)
+    tokens = torch.randint(256, (2, 3, 33), generator=torch.Generator().manual_seed(0))
+    counts: dict = {}
+    plain_loss, plain = gradients_of(probe, *tokens)
     with called_by(counted_blocks(counts), probe), advice_for_the_replay():
-        again_loss, again = gradients_of(probe, *words)
+        again_loss, again = gradients_of(probe, *tokens)
     assert plain_loss == again_loss, "the loss differs: forward must not change"
     missing = [name for name in plain if name not in again]
     assert not missing, (
@@ -75,12 +76,12 @@ def check() -> None:
     assert list(counts.values()) == [2] * 3, (
         f"each block's forward must run twice, it ran {list(counts.values())} times"
     )
-    check_kept()
+    check_saved()
     check_outputs()
     noisy = Transformer(dataclasses.replace(CONFIG, dropout=0.1)).train()
-    _, plain = gradients_of(noisy, *words)
+    _, plain = gradients_of(noisy, *tokens)
     with called_by(by_hand.recompute, noisy):
-        _, again = gradients_of(noisy, *words)
+        _, again = gradients_of(noisy, *tokens)
     for name in plain:
         assert torch.equal(plain[name], again[name]), (
             f"with dropout, the gradient of {name} is not the same bits: run the replay inside of "
@@ -88,7 +89,7 @@ def check() -> None:
         )
 
 
-def check_kept() -> None:
+def check_saved() -> None:
     """Assert that nothing but the arguments is saved, or alive after forward."""
     weight, x = torch.ones(5, 5, requires_grad=True), torch.ones(2, 5, requires_grad=True)
     saved = saved_by(lambda: by_hand.recompute(lambda a: (a @ weight).exp().sin(), x))
@@ -99,9 +100,10 @@ def check_kept() -> None:
     with MemoryProfile(layer) as profile:
         total = by_hand.recompute(lambda a: layer(a).exp().sin(), wide).sum()  # noqa: F841  (it holds the graph)
         profile.mark("kept")
-    kept = profile.peak("kept")["activations"] + profile.peak("kept")["temporary"]
-    assert kept < wide.nbytes, (
-        f"after forward {kept:,} bytes are alive beside the arguments: what does ctx hold? Outputs must not stay there"
+    retained = profile.peak("kept")["activations"] + profile.peak("kept")["temporary"]
+    assert retained < wide.nbytes, (
+        f"after forward {retained:,} bytes are alive beside the arguments: what does ctx hold? "
+        "Outputs must not stay there"
     )
 
 
@@ -117,10 +119,13 @@ def check_outputs() -> None:
     with advice_for_the_replay():
         first, second, third = by_hand.recompute(pair, x, {"shift": torch.ones(5), "times": 3})
         (first.sum() + second.square().sum() + third.sum()).backward()
-    got, weight.grad, x.grad = (weight.grad, x.grad), None, None
+    got = weight.grad, x.grad
+    weight.grad = x.grad = None
     first, second, _ = pair(x, {"shift": torch.ones(5), "times": 3})
     (first.sum() + second.square().sum()).backward()
-    assert got[0] is not None and torch.equal(got[0], weight.grad), "two outputs: a weight's gradient is not the same"
-    assert got[1] is not None and torch.equal(got[1], x.grad), (
+    assert got[0] is not None and torch.equal(got[0], grad_of(weight)), (
+        "two outputs: a weight's gradient is not the same"
+    )
+    assert got[1] is not None and torch.equal(got[1], grad_of(x)), (
         "two outputs, nested inputs: the gradient of x is not the same"
     )

@@ -75,18 +75,18 @@ def check_generators() -> None:
 def check_model() -> None:
     """Assert the bits of the gradients of a model with dropout, under autocast too."""
     noisy = Transformer(dataclasses.replace(CONFIG, dropout=0.1)).train()
-    words = torch.randint(256, (2, 3, 33), generator=torch.Generator().manual_seed(0))
-    plain_loss, plain = gradients_of(noisy, *words)
+    tokens = torch.randint(256, (2, 3, 33), generator=torch.Generator().manual_seed(0))
+    plain_loss, plain = gradients_of(noisy, *tokens)
     after_plain = torch.get_rng_state()
     with called_by(by_hand.recompute, noisy):
-        again_loss, again = gradients_of(noisy, *words)
+        again_loss, again = gradients_of(noisy, *tokens)
     assert again_loss == plain_loss and torch.equal(after_plain, torch.get_rng_state()), (
         "a model with dropout: the generator is not where it should be after its forward and its replay"
     )
     for name in plain:
         assert torch.equal(plain[name], again[name]), f"with dropout, the gradient of {name} is not the same bits"
     with torch.autocast("cpu", torch.bfloat16):
-        plain = gradients_of(noisy, *words)[1]
+        plain = gradients_of(noisy, *tokens)[1]
         with called_by(by_hand.recompute, noisy):
-            again = gradients_of(noisy, *words)[1]
+            again = gradients_of(noisy, *tokens)[1]
     assert all(torch.equal(plain[n], again[n]) for n in plain), "under autocast the gradients are not the same bits"

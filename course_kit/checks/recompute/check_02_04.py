@@ -22,29 +22,29 @@ CONFIG = ModelConfig(3, 96, 6, 2, 100, 300, dropout=0.1)
 
 def check() -> None:
     """Assert gradients, names, bytes kept and what is wrapped, in each mode, with a flash core and a plain one."""
-    words = torch.randint(300, (2, 3, 41), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(300, (2, 3, 41), generator=torch.Generator().manual_seed(0))
     for core in (causal_attention, plain_core):
-        check_modes(with_core(Transformer(CONFIG), core).train(), core, words)
+        check_modes(with_core(Transformer(CONFIG), core).train(), core, tokens)
 
 
-def check_modes(probe: nn.Module, core: Callable, words: torch.Tensor) -> None:
+def check_modes(probe: nn.Module, core: Callable, tokens: torch.Tensor) -> None:
     """Assert all of it for a model whose blocks have this attention core."""
-    kept, grads, flash = {}, {}, core is not plain_core
+    saved, grads, flash = {}, {}, core is not plain_core
     for mode in ("none", "selective", "selective", "full", "none"):
         assert modes.apply_recompute(probe, mode) is probe, "return the model that was changed"
         names = list(probe.state_dict())
         assert names == list(Transformer(CONFIG).state_dict()), f"{mode}: names of parameters must not change"
         if mode != "selective":
             assert transformer_blocks(probe)[0].attention.core is core, f"{mode} must take off what selective put on"
-        _, grads[mode] = gradients_of(probe, *words)
+        _, grads[mode] = gradients_of(probe, *tokens)
         for name in grads[mode]:
             assert torch.equal(grads[mode][name], grads["none"][name]), f"{mode}: the gradient of {name} changes"
         probe.eval()
-        kept[mode] = retained_bytes(probe, lambda: loss(probe(words[0].clone()), words[1].clone())) // 1000
+        saved[mode] = retained_bytes(probe, lambda: loss(probe(tokens[0].clone()), tokens[1].clone())) // 1000
         probe.train()
         counted = activation_bytes(CONFIG, 3, 41, 4, mode, flash, fused_norm=False) / 1000
-        assert abs(kept[mode] - counted) < 2, (
-            f"{mode}, flash {flash}: {kept[mode]} kB kept, {counted:.0f} expected; is the right thing wrapped, "
+        assert abs(saved[mode] - counted) < 2, (
+            f"{mode}, flash {flash}: {saved[mode]} kB kept, {counted:.0f} expected; is the right thing wrapped, "
             "with the policy keep_fused_attention for the core?"
         )
     core_now = transformer_blocks(probe)[0].attention.core
@@ -53,11 +53,11 @@ def check_modes(probe: nn.Module, core: Callable, words: torch.Tensor) -> None:
     )
     for mode in ("full", "full"):
         modes.apply_recompute(probe, mode)
-    assert checkpoints_around(probe, words) < 2, "full, asked for twice, is wrapped twice: take off the first one"
-    check_policy(probe.eval(), words)
+    assert checkpoints_around(probe, tokens) < 2, "full, asked for twice, is wrapped twice: take off the first one"
+    check_policy(probe.eval(), tokens)
 
 
-def checkpoints_around(probe: nn.Module, words: torch.Tensor) -> int:
+def checkpoints_around(probe: nn.Module, tokens: torch.Tensor) -> int:
     """Return in how many checkpoints, at most, the first block runs."""
     around = []
 
@@ -67,12 +67,12 @@ def checkpoints_around(probe: nn.Module, words: torch.Tensor) -> int:
         around.append(len(inside))
 
     hook = transformer_blocks(probe)[0].attention_norm.register_forward_hook(note_checkpoints)
-    gradients_of(probe, *words)
+    gradients_of(probe, *tokens)
     hook.remove()
     return max(around)
 
 
-def check_policy(probe: nn.Module, words: torch.Tensor) -> None:
+def check_policy(probe: nn.Module, tokens: torch.Tensor) -> None:
     """Assert that a policy is asked about a whole block, and obeyed."""
     asked = set()
 
@@ -81,7 +81,7 @@ def check_policy(probe: nn.Module, words: torch.Tensor) -> None:
         return CheckpointPolicy.MUST_SAVE
 
     modes.apply_recompute(probe, "selective", keep_all)
-    with_policy = retained_bytes(probe, lambda: probe(words[0]))
+    with_policy = retained_bytes(probe, lambda: probe(tokens[0]))
     assert aten.mm.default in asked, "a policy must be asked about every operation of a block: wrap its forward"
-    without = retained_bytes(modes.apply_recompute(probe, "none"), lambda: probe(words[0]))
+    without = retained_bytes(modes.apply_recompute(probe, "none"), lambda: probe(tokens[0]))
     assert with_policy >= without, "a policy that keeps all must keep all: hand it to Recomputed"

@@ -14,7 +14,7 @@ from course_lib.single_gpu.model import ModelConfig, Transformer, loss
 CONFIG = ModelConfig(4, 96, 6, 2, 100, 300)
 
 
-def products_kept(config: ModelConfig, e: int = 4) -> int:
+def matmuls_saved(config: ModelConfig, e: int = 4) -> int:
     """Return the bytes per token that one layer keeps: its input, the outputs of seven matmuls and the core.
 
     e: bytes of an element.
@@ -26,25 +26,25 @@ def products_kept(config: ModelConfig, e: int = 4) -> int:
 
 def check() -> None:
     """Assert the bytes kept, that no matmul runs twice, each answer of the policy, and the bits of the gradients."""
-    probe, words = Transformer(CONFIG), torch.randint(300, (2, 3, 40), generator=torch.Generator().manual_seed(0))
-    _, plain = gradients_of(probe, *words)
+    probe, tokens = Transformer(CONFIG), torch.randint(300, (2, 3, 40), generator=torch.Generator().manual_seed(0))
+    _, plain = gradients_of(probe, *tokens)
     with FlopCounterMode(display=False) as counter:
-        loss(probe(words[0]), words[1]).backward()
+        loss(probe(tokens[0]), tokens[1]).backward()
     apply_recompute(probe, "selective", modes.keep_matmuls)
-    layers = retained_bytes(probe, lambda: probe(words[0])) - retained_bytes(
-        apply_recompute(probe, "full"), lambda: probe(words[0])
+    layers = retained_bytes(probe, lambda: probe(tokens[0])) - retained_bytes(
+        apply_recompute(probe, "full"), lambda: probe(tokens[0])
     )
     apply_recompute(probe, "selective", modes.keep_matmuls)
-    expected = 4 * 120 * (products_kept(CONFIG) - 4 * 96)
+    expected = 4 * 120 * (matmuls_saved(CONFIG) - 4 * 96)
     assert layers == expected, (
         f"4 layers keep {layers:,} bytes beside their inputs, {expected:,} expected: which operations?"
     )
     with FlopCounterMode(display=False) as again:
-        loss(probe(words[0]), words[1]).backward()
+        loss(probe(tokens[0]), tokens[1]).backward()
     assert again.get_total_flops() == counter.get_total_flops(), "a matrix product is computed again"
     check_answers()
-    _, kept_grads = gradients_of(probe, *words)
-    assert all(torch.equal(plain[name], kept_grads[name]) for name in plain), "the gradients must stay the same bits"
+    _, grads = gradients_of(probe, *tokens)
+    assert all(torch.equal(plain[name], grads[name]) for name in plain), "the gradients must stay the same bits"
 
 
 def check_answers() -> None:

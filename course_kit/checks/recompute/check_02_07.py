@@ -20,8 +20,8 @@ def check() -> None:
     """Assert executed and needed FLOPs of odd models, without recomputation, with selective and with full."""
     for config in CONFIGS:
         for mode in ("none", "selective", "full"):
-            probe, words = apply_recompute(Transformer(config), mode), torch.zeros(2, 3, 40, dtype=torch.int64)
-            counted = profiling.count_flops(lambda: loss(probe(words[0]), words[1]).backward())  # noqa: B023
+            probe, tokens = apply_recompute(Transformer(config), mode), torch.zeros(2, 3, 40, dtype=torch.int64)
+            counted = profiling.count_flops(lambda: loss(probe(tokens[0]), tokens[1]).backward())  # noqa: B023
             flops = profiling.step_flops(config, 3, 40, mode)
             assert isinstance(flops, tuple) and len(flops) == 2, "return a tuple of two numbers: needed, executed"
             flash_again = 3 * 40 * config.layers * 2 * config.heads * config.head_dim * 40

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -31,7 +32,7 @@ def check() -> None:
     half = modes.accumulate(probe, [(inputs, targets)], tokens=2 * (targets != IGNORED).sum())
     assert abs(half.item() - expected.item() / 2) < 1e-5, "divide by `tokens` where it is given"
     dtypes = []
-    hook = transformer_blocks(probe)[0].mlp.up_proj.register_forward_hook(
+    hook = cast(Any, transformer_blocks(probe)[0].mlp).up_proj.register_forward_hook(
         lambda module, args, out: dtypes.append(out.dtype)
     )
     mixed = modes.accumulate(probe, [(inputs, targets)], torch.bfloat16)
@@ -56,25 +57,27 @@ def check_batch(
 
     Returns the expected loss, and the gradients of the answer.
     """
-    expected, whole = full_batch(probe, inputs, targets)
+    expected, full = full_batch(probe, inputs, targets)
     probe.zero_grad()
-    calls, kept = [], []
+    calls: list[int] = []
+    inputs_alive: list[weakref.ref] = []
 
     def note(module, args, out):  # of a layer whose input autograd keeps until backward
         calls.append(len(args[0]))
-        assert not any(activation() is not None for activation in kept), (
+        assert not any(activation() is not None for activation in inputs_alive), (
             "activations of an earlier micro-batch are still there: backward at once, keep no loss with its graph"
         )
-        kept.append(weakref.ref(args[0].untyped_storage()))
+        inputs_alive.append(weakref.ref(args[0].untyped_storage()))
 
-    hook = transformer_blocks(probe)[0].mlp.down_proj.register_forward_hook(note)
+    hook = cast(Any, transformer_blocks(probe)[0].mlp).down_proj.register_forward_hook(note)
     got = modes.accumulate(probe, micro_batches(inputs, targets, size))
     hook.remove()
-    mine = [p.grad for p in probe.parameters()]
+    mine = [grad_of(p) for p in probe.parameters()]
     assert max(calls) <= size, f"the model was called with {max(calls)} sequences at once; a micro-batch has {size}"
     assert all(torch.isfinite(g).all() for g in mine), "a gradient is not finite: a micro-batch without a target?"
-    assert relative_difference(whole, mine) < 1e-5, (
-        f"{lengths} targets a row, {size} a micro-batch: gradient {relative_difference(whole, mine):.1%} off. Weigh by tokens"
+    assert relative_difference(full, mine) < 1e-5, (
+        f"{lengths} targets per row, {size} rows per micro-batch: gradient {relative_difference(full, mine):.1%} off. "
+        "Weigh by tokens"
     )
     assert isinstance(got, torch.Tensor) and not got.requires_grad, "return the loss as a detached tensor"
     assert abs(got.item() - expected.item()) < 1e-5, f"the mean loss is {expected:.4f}, you return {got:.4f}"

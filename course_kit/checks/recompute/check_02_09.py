@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import cast
 
 import torch
 from torch import nn
@@ -35,16 +36,17 @@ def check() -> None:
     assert broken.grad is not None, "an error inside the `with` must take the hooks off as well"
 
 
-def check_sums(half: nn.Module, batches: torch.Tensor, exact: list[torch.Tensor]) -> None:
+def check_sums(half: nn.Sequential, batches: torch.Tensor, exact: list[torch.Tensor]) -> None:
     """Assert the sums against the exact ones, and when each gradient moves."""
     early, first_sums = [], []
-    hook = half[0].weight.register_hook(lambda gradient: early.append(half[1].weight.grad is None))
+    linear, last = (cast(nn.Linear, half[i]) for i in (0, 1))
+    hook = linear.weight.register_hook(lambda gradient: early.append(last.weight.grad is None))
     with modes.fp32_gradients(half) as sums:
-        assert half[1].bias not in sums and len(sums) == 3, "one sum for each parameter that requires a gradient"
+        assert last.bias not in sums and len(sums) == 3, "one sum for each parameter that requires a gradient"
         for x in batches:
             half(x).sum().backward()
             assert all(p.grad is None for p in half.parameters()), "no .grad may be left after a backward"
-            first_sums.append(sums[half[0].weight].abs().sum().item())
+            first_sums.append(sums[cast(nn.Parameter, linear.weight)].abs().sum().item())
     hook.remove()
     assert all(early), "move a gradient as soon as it is there, not when backward is over: in a hook of its parameter"
     assert first_sums[0] > 0, "add to the sum at once: what is kept in a list until the end is a copy of each gradient"

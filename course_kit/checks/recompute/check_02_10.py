@@ -37,13 +37,14 @@ def check() -> None:
     """Assert the three numbers of two kinds of steps, profiled for 2 and for 3 of them."""
     for reads, operations in ((3, 5), (0, 12)):
         for active in (3, 2):
-            shares, data_s = [], 0.02 if reads else 0.05
+            shares: list = []
+            data_s = 0.02 if reads else 0.05
             step = known_step(reads, operations, data_s, shares)
             got = profiling.symptoms(profiling.profile_step(step, active=active))
             in_data, in_all = (sum(times) for times in zip(*shares[-active:], strict=True))
             assert set(got) == {"data_share", "host_reads", "optimizer_ops"}, "return a dictionary with the three names"
             assert abs(got["host_reads"] - reads) < 0.01, (
-                f"{reads} reads a step, you count {got['host_reads']:.2f}: of each step?"
+                f"{reads} reads per step, you count {got['host_reads']:.2f}: of each step?"
             )
             assert abs(got["optimizer_ops"] - operations) < 0.01, (
                 f"{operations} operators in the optimizer, you count {got['optimizer_ops']:.2f}: outermost, of one step"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import tracemalloc
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -23,10 +24,10 @@ def slow_steps() -> tuple[list[torch.Tensor], torch.nn.Module]:
     return [step() for _ in range(4)], model
 
 
-def inside(found: list[Span], phase: str) -> list[Span]:
+def inside(result: list[Span], phase: str) -> list[Span]:
     """Return the outermost operators that start in a phase."""
-    marks = [span for span in found if span.lane == "phases" and span.name == phase]
-    operators = [span for span in found if span.lane.startswith("CPU")]
+    marks = [span for span in result if span.lane == "phases" and span.name == phase]
+    operators = [span for span in result if span.lane.startswith("CPU")]
     return [span for span in operators if any(m.start_ms <= span.start_ms < m.end_ms for m in marks)]
 
 
@@ -44,18 +45,20 @@ def check() -> None:
         error = ((weight - other).norm() / weight.norm()).item()
         assert error < 1e-4, f"after 4 steps {name} is {error:.0e} off: the same optimizer, momentum, clipping?"
     prof = profiling.profile_step(profiling.marked_training(fresh_model(), text()), wait=0, active=2)
-    events = len(prof.profiler.kineto_results.events()) / 2  # thousands would take long to look through
+    profiler: Any = prof.profiler
+    events = len(profiler.kineto_results.events()) / 2  # thousands would take long to look through
     assert events < 3000, f"a step has {events:,.0f} operators and marks: take torch.optim, foreach=True"
-    found = spans(prof)
-    assert {span.name for span in found} >= MARKS, "keep the five marks"
-    assert inside(found, "optimizer"), "the optimizer must run inside of its mark"
-    assert inside(found, "data"), "the batch must be made inside of the mark data"
+    result = spans(prof)
+    assert {span.name for span in result} >= MARKS, "keep the five marks"
+    assert inside(result, "optimizer"), "the optimizer must run inside of its mark"
+    assert inside(result, "data"), "the batch must be made inside of the mark data"
     check_memory(step)
     reads = sum(event.name == "aten::_local_scalar_dense" for event in prof.events()) / 2
     assert reads == 0, (
-        f"{reads:.0f} values a step are read on the host: clip with PyTorch's function, and return the loss as a tensor"
+        f"{reads:.0f} values per step are read on the host: clip with PyTorch's function, "
+        "and return the loss as a tensor"
     )
-    operators = len(inside(found, "optimizer")) / 2
+    operators = len(inside(result, "optimizer")) / 2
     assert operators <= 30, f"{operators:.0f} operators in the optimizer: take torch.optim, foreach=True"
 
 

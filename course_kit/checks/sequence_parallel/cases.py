@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
 
 from course_kit.ranks import shared
+from course_kit.typed import world
 
-Case = tuple[int, Callable, *tuple[Any, ...]]  # ranks of a group, a function, its arguments
+Case = tuple[Any, ...]  # ranks of a group, a function, its arguments
 
 
 def each_case(cases: list[Case]) -> list:
-    """On a rank: function(group, *args) of each case (n, function, *args), in groups of n consecutive ranks."""
-    world = dist.group.WORLD
-    sizes = {n for n, *_ in cases if n < world.size()}
-    groups = {n: dist.new_subgroups(group_size=n)[0] for n in sorted(sizes)} | {world.size(): world}
-    found = [function(groups[n], *args) for n, function, *args in cases]
+    """On a rank: return function(group, *args) of each case (n, function, *args), in groups of n consecutive ranks."""
+    all_ranks = world()
+    sizes = {n for n, *_ in cases if n < all_ranks.size()}
+    groups = {n: dist.new_subgroups(group_size=n)[0] for n in sorted(sizes)} | {all_ranks.size(): all_ranks}
+    result = [function(groups[n], *args) for n, function, *args in cases]
     dist.barrier()
-    return found
+    return result
 
 
-def told_of(*calls: list[Case]) -> Iterator[tuple]:
-    """Yield what the ranks return in each case, by case; one call of the ranks for each list of cases.
+def results_of(*calls: list[Case]) -> Iterator[tuple]:
+    """Yield the ranks' results of each case, with one call of the ranks for each list of cases.
 
-    Each call is made when it is asked for: what the first one shows to be wrong is not tried in the others.
+    The calls are lazy: an error in the first call saves the time of the later ones.
     """
     for cases in calls:
         yield from zip(*shared(4)(each_case, cases), strict=True)

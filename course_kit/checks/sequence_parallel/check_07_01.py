@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from course_kit.checks.sequence_parallel.cases import told_of
+from course_kit.checks.sequence_parallel.cases import results_of
 from course_kit.labs.tensor_parallel.models import relative_error
 from course_kit.ranks import shared
 from course_lib.collectives.traffic import count_traffic
@@ -21,26 +21,26 @@ from course_lib.tensor_parallel.shards import TensorShard
 def gates_trial(group: dist.ProcessGroup) -> str | None:
     """Return what is wrong with g and g*, or None."""
     n, rank, generator = group.size(), group.rank(), torch.Generator().manual_seed(1)
-    whole = torch.randn(n, 2, 8, 3, generator=generator)  # a summand for each rank
+    full = torch.randn(n, 2, 8, 3, generator=generator)  # a summand for each rank
     given = torch.randn(n, 2, 8, 3, generator=generator)  # and the gradient that each rank finds
-    own, own_given = cut(whole[0], group, 1), cut(given[0], group, 1)
-    gather = "g", sequence.gather_sequence, own, whole[0], given[rank], cut(given.sum(0), group, 1)
-    total = cut(whole.sum(0), group, 1)
-    scatter = "g*", sequence.reduce_scatter_sequence, whole[rank], total, own_given, given[0]
-    for name, function, x, expected, gradient, expected_gradient in (gather, scatter):
-        x, copies = x.clone().requires_grad_(), (x.clone(), gradient.clone())
+    local, local_given = cut(full[0], group, 1), cut(given[0], group, 1)
+    gather = "g", sequence.gather_sequence, local, full[0], given[rank], cut(given.sum(0), group, 1)
+    total = cut(full.sum(0), group, 1)
+    scatter = "g*", sequence.reduce_scatter_sequence, full[rank], total, local_given, given[0]
+    for name, function, value, expected, gradient, expected_gradient in (gather, scatter):
+        x, copies = value.clone().requires_grad_(), (value.clone(), gradient.clone())
         with count_traffic() as forward:
             out = function(x, group)
         if out.shape != expected.shape:
             return f"{name}, forward: {list(out.shape)} instead of {list(expected.shape)}; over this group?"
         with count_traffic() as backward:
-            (found,) = torch.autograd.grad(out, x, gradient)
+            (result,) = torch.autograd.grad(out, x, gradient)
         if relative_error(out, expected) > 1e-6:
             advice = "all tokens of the group, in order" if name == "g" else "the sum over the group, of the own tokens"
             return f"{name}, forward: the numbers are wrong: {advice}"
         if not torch.equal(x, copies[0]) or not torch.equal(gradient, copies[1]):
             return f"{name} changes a tensor that was given to it"
-        if relative_error(found, expected_gradient) > 1e-6:
+        if relative_error(result, expected_gradient) > 1e-6:
             advice = (
                 "the sum over the ranks, of the own tokens" if name == "g" else "the gradients of all ranks, in order"
             )
@@ -49,8 +49,8 @@ def gates_trial(group: dist.ProcessGroup) -> str | None:
         for traffic, collective, word in zip((forward, backward), wanted, ("forward", "backward"), strict=True):
             enough = 2 * 8 * 3 * 4 * (n - 1) // n
             if {r.collective for r in traffic.records} != {collective} or traffic.bytes != enough:
-                sent = ", ".join(f"{r.collective} of {r.bytes} bytes" for r in traffic.records) or "nothing"
-                return f"{name}, {word}, sends {sent}: one {collective} of {enough} bytes is wanted"
+                bytes_sent = ", ".join(f"{r.collective} of {r.bytes} bytes" for r in traffic.records) or "nothing"
+                return f"{name}, {word}, sends {bytes_sent}: one {collective} of {enough} bytes is wanted"
     return None
 
 
@@ -58,11 +58,11 @@ def gates_gradcheck(group: dist.ProcessGroup) -> str | None:
     """Return the error message of gradcheck on an MLP between g and g*, or None."""
     generator = torch.Generator().manual_seed(2)
     x, a, b = (torch.randn(s, generator=generator, dtype=torch.float64) for s in ((1, 4, 3), (4, 3), (3, 4)))
-    own_a, own_b, shard = cut(a, group, 0), cut(b, group, 1), TensorShard.of(4, group, 1)
+    local_a, local_b, shard = cut(a, group, 0), cut(b, group, 1), TensorShard.of(4, group, 1)
 
     def mlp(x):  # x and the result are whole on every rank; between f and gather_from_group each has its own tokens
         hidden = sequence.gather_sequence(shard.cut(copy_to_group(x, group)), group)
-        out = sequence.reduce_scatter_sequence(F.linear(F.silu(F.linear(hidden, own_a)), own_b), group)
+        out = sequence.reduce_scatter_sequence(F.linear(F.silu(F.linear(hidden, local_a)), local_b), group)
         return gather_from_group(out, shard)
 
     try:
@@ -76,6 +76,6 @@ def check() -> None:
     """Judge GatherSequence and ReduceScatterSequence on 2 and 4 ranks."""
     calls = [(2, gates_trial)], [(4, gates_trial), (2, gates_gradcheck)]
     with shared(4).within(20):
-        for (n, _), told in zip(itertools.chain(*calls), told_of(*calls), strict=True):
-            for rank, wrong in enumerate(told):
+        for (n, _), report in zip(itertools.chain(*calls), results_of(*calls), strict=True):
+            for rank, wrong in enumerate(report):
                 assert wrong is None, f"{n} ranks, rank {rank}: {wrong}"

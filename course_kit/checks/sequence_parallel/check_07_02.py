@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from course_kit.checks.sequence_parallel.cases import told_of
+from course_kit.checks.sequence_parallel.cases import results_of
 from course_kit.checks.sequence_parallel.diary import Diary, Event, total, unfinished
 from course_kit.labs.tensor_parallel.models import relative_error
 from course_kit.ranks import shared
@@ -29,12 +29,12 @@ def gathered_trial(
     x = torch.randn(2, 8, 6, generator=generator)
     weights = [torch.randn(size, 6, generator=generator) for size in (16, 8, 8)]
     grads = [torch.randn(2, 8, len(weight), generator=generator) for weight in weights]
-    whole = [t.clone().requires_grad_() for t in (x, *weights)]
-    torch.autograd.backward([F.linear(whole[0], w) for w in whole[1:]], grads)
-    expected = [cut(grad_of(whole[0]), group, 1), *(cut(grad_of(w), group, 0) for w in whole[1:])]
-    own = [cut(x, group, 1).clone(), *(cut(w, group, 0).clone() for w in weights)]
-    wanted = [t.requires_grad_() for t, want in zip(own, (wants_x, *wants), strict=True) if want]
-    outs = sequence.GatheredMatmul.apply(own[0], group, *own[1:])
+    full = [t.clone().requires_grad_() for t in (x, *weights)]
+    torch.autograd.backward([F.linear(full[0], w) for w in full[1:]], grads)
+    expected = [cut(grad_of(full[0]), group, 1), *(cut(grad_of(w), group, 0) for w in full[1:])]
+    local = [cut(x, group, 1).clone(), *(cut(w, group, 0).clone() for w in weights)]
+    wanted = [t.requires_grad_() for t, want in zip(local, (wants_x, *wants), strict=True) if want]
+    outs = sequence.GatheredMatmul.apply(local[0], group, *local[1:])
     given = [cut(g, group, -1).clone() for g in grads]
     copies = [g.clone() for g in given]
     with Diary() as diary, count_traffic() as traffic:
@@ -49,10 +49,10 @@ def check() -> None:
     """Judge GatheredMatmul.backward on 2 and 4 ranks."""
     cases = [(n, gathered_trial, *wish) for n in (2, 4) for wish in WISHES]
     with shared(4).within(20):
-        for (n, _, wants_x, wants), told in zip(cases, told_of(cases[:1], cases[1:]), strict=True):
-            for rank, found in enumerate(told):
+        for (n, _, wants_x, wants), report in zip(cases, results_of(cases[:1], cases[1:]), strict=True):
+            for rank, result in enumerate(report):
                 where = f"{n} ranks, rank {rank}, gradients for {'x and ' if wants_x else ''}weights {wants}"
-                judge(where, n, wants_x, wants, *found)
+                judge(where, n, wants_x, wants, *result)
 
 
 def judge(
@@ -62,7 +62,7 @@ def judge(
     wants: tuple[int, ...],
     errors: dict[str, float],
     events: list[Event],
-    sent: list[str],
+    bytes_sent: list[str],
     spoiled: bool,
 ) -> None:
     """Judge what one rank did in one case."""
@@ -72,8 +72,8 @@ def judge(
         assert error < 1e-5, f"{where}: the gradient of {name} is not one process's"
     assert not spoiled, f"{where}: a gradient that was given to backward has changed"
     wanted = ["all_gather"] * any(wants) + ["reduce_scatter"] * wants_x
-    assert sent == wanted, f"{where}: backward sends {sent}, {wanted} is wanted"
-    words, done = [word for word, _ in events], total(events, "product")
+    assert bytes_sent == wanted, f"{where}: backward sends {bytes_sent}, {wanted} is wanted"
+    names, done = [word for word, _ in events], total(events, "product")
     of_weights = sum(e for e, want in zip(each, wants, strict=True) if want)
     assert done == wants_x * sum(each) + of_weights, (
         f"{where}: {done} multiplications, {wants_x * sum(each) + of_weights} are enough: who needs them?"
@@ -81,7 +81,7 @@ def judge(
     if not (wants_x and any(wants)):
         return
     for name, word, enough in (("all-gather", "gather", sum(each)), ("reduce-scatter", "scatter", of_weights)):
-        beside = total(events[words.index(f"start {word}") : words.index(f"wait {word}")], "product")
+        beside = total(events[names.index(f"start {word}") : names.index(f"wait {word}")], "product")
         assert beside >= enough, (
             f"{where}: {beside} multiplications while the {name} is on its way, {enough} could hide it"
         )

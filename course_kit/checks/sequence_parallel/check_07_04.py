@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from course_kit.labs.sequence_parallel.models import (
 )
 from course_kit.labs.tensor_parallel.models import TINY, in_groups, relative_error, sgd
 from course_kit.ranks import shared
-from course_kit.typed import grad_of
+from course_kit.typed import grad_of, override, world
 from course_lib.collectives.traffic import Traffic, count_traffic
 from course_lib.data_parallel.replicas import DataParallel
 from course_lib.sequence_parallel import model as sequence
@@ -31,7 +31,7 @@ from course_lib.tensor_parallel.shards import gather_state_dict
 from course_lib.tensor_parallel.vocabulary import vocab_parallel_cross_entropy
 
 
-class Told(NamedTuple):
+class RankResult(NamedTuple):
     """One rank's results of some training steps."""
 
     losses: list[float]
@@ -41,9 +41,10 @@ class Told(NamedTuple):
     differ: list[str]  # parameters that all ranks should have the same
 
 
-def sequence_trial(group: dist.ProcessGroup, config: ModelConfig, meta: bool, steps: int) -> Told:
+def sequence_trial(group: dist.ProcessGroup, config: ModelConfig, meta: bool, steps: int) -> RankResult:
     """Train a model with sequence parallelism."""
-    model, losses, gradients = split_model(config, group, meta=meta), [], {}
+    model, losses = split_model(config, group, meta=meta), []
+    gradients: dict[str, torch.Tensor] = {}
     optimizer, (inputs, targets) = sgd(model.parameters()), batch_of(config)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -53,14 +54,14 @@ def sequence_trial(group: dist.ProcessGroup, config: ModelConfig, meta: bool, st
         gradients = gradients or full_gradients(model)
         losses.append(step_loss.item())
         optimizer.step()
-    return Told(losses, gradients, gather_state_dict(model), forward, differing(model, group))
+    return RankResult(losses, gradients, gather_state_dict(model), forward, differing(model, group))
 
 
 def later_trial(group: dist.ProcessGroup, config: ModelConfig = TINY) -> tuple[dict[str, torch.Tensor], int]:
     """On 4 ranks, tp 2 and dp 2, with reduce_group: the norms' gradients after finish(), and all-reduces over tp."""
-    model = split_model(config, group, reduce_group=dist.group.WORLD)
+    model = split_model(config, group, reduce_group=world())
     dp = DataParallel(model, dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])[0])
-    inputs, targets = (cut(each, dp.group, 0) for each in batch_of(config))
+    inputs, targets = (cut(each, cast(dist.ProcessGroup, dp.group), 0) for each in batch_of(config))
     step_loss = vocab_parallel_cross_entropy(dp(inputs), targets, group, config.vocab)
     with count_traffic() as backward:
         step_loss.backward()
@@ -73,11 +74,12 @@ def refusals(group: dist.ProcessGroup) -> list[str | None]:
     """Return the errors of models that can't be split, and of a sequence that does not divide; None where there is
     none.
     """
-    said, split = [], split_model(ONE_LAYER, group)
+    split = split_model(ONE_LAYER, group)
+    messages: list[str | None] = []
     in_chunks = apply_tensor_parallel(Transformer(ONE_LAYER), group, chunks=2)
     odd = torch.zeros(1, 7, dtype=torch.long)
     stage = split_model(ONE_LAYER, group)
-    stage.embedding = None
+    override(stage, embedding=None)
     for attempt in (
         lambda: sequence.apply_sequence_parallel(Transformer(ONE_LAYER), group),
         lambda: sequence.apply_sequence_parallel(in_chunks, group),
@@ -87,10 +89,10 @@ def refusals(group: dist.ProcessGroup) -> list[str | None]:
     ):
         try:
             attempt()
-            said.append(None)
+            messages.append(None)
         except ValueError as error:
-            said.append(str(error))
-    return said
+            messages.append(str(error))
+    return messages
 
 
 def check() -> None:
@@ -99,9 +101,9 @@ def check() -> None:
     with ranks.within(20):
         for n, config, meta, steps in (2, ONE_LAYER, False, 2), (4, TINY, True, 1):
             expected = one_process(config, steps)
-            for rank, told in enumerate(ranks(in_groups, n, sequence_trial, config, meta, steps)):
+            for rank, result in enumerate(ranks(in_groups, n, sequence_trial, config, meta, steps)):
                 where = f"{n} ranks, rank {rank}{', from the meta device' if meta else ''}"
-                judge(where, config, expected, told)
+                judge(where, config, expected, result)
         for rank, (norms, sums) in enumerate(ranks(in_groups, 2, later_trial)):
             where = f"rank {rank}, with reduce_group"
             for name, gradient in norms.items():
@@ -109,29 +111,29 @@ def check() -> None:
                     f"{where}: {name}'s gradient is not one process's: set it on the weight, no more"
                 )
             assert sums == 0, f"{where}: {sums} all-reduces in backward; leave the norms as they are"
-        for rank, said in enumerate(ranks(in_groups, 2, refusals)):
-            assert None not in said, f"rank {rank}: something is not refused: {said}"
+        for rank, message in enumerate(ranks(in_groups, 2, refusals)):
+            assert None not in message, f"rank {rank}: something is not refused: {message}"
 
 
-def judge(where: str, config: ModelConfig, expected: Training, told: Told) -> None:
+def judge(where: str, config: ModelConfig, expected: Training, result: RankResult) -> None:
     """Judge the training on one rank."""
-    first, right = told.losses[0], expected.losses[0]
+    first, right = result.losses[0], expected.losses[0]
     assert math.isclose(first, right, rel_tol=1e-5), (
         f"{where}: the first loss is {first:.6f}, not {right:.6f}: forward is wrong; eps?"
     )
-    assert set(told.weights) == set(expected.weights), f"{where}: the parameters' names have changed"
+    assert set(result.weights) == set(expected.weights), f"{where}: the parameters' names have changed"
     for name, gradient in expected.gradients.items():
         advice = ": the sum of all ranks' parts, once" if name.endswith("norm.weight") else ""
-        assert relative_error(told.gradients[name], gradient) < 1e-5, (
+        assert relative_error(result.gradients[name], gradient) < 1e-5, (
             f"{where}: {name}'s gradient is not one process's{advice}"
         )
     for name, weight in expected.weights.items():
-        assert relative_error(told.weights[name], weight) < 1e-5, f"{where}: in the end {name} is not one process's"
-    assert np.allclose(told.losses, expected.losses, rtol=1e-5), (
-        f"{where}: losses {told.losses}, one process's are {expected.losses}"
+        assert relative_error(result.weights[name], weight) < 1e-5, f"{where}: in the end {name} is not one process's"
+    assert np.allclose(result.losses, expected.losses, rtol=1e-5), (
+        f"{where}: losses {result.losses}, one process's are {expected.losses}"
     )
-    assert not told.differ, f"{where}: differ between ranks: {told.differ}"
-    forward = sorted(r.collective for r in told.forward.records if r.bytes > 1000)
+    assert not result.differ, f"{where}: differ between ranks: {result.differ}"
+    forward = sorted(r.collective for r in result.forward.records if r.bytes > 1000)
     counts = {name: forward.count(name) for name in forward}
     assert counts == dict.fromkeys(("all_gather", "reduce_scatter"), 2 * config.layers + 1), (
         f"{where}: forward sends {counts}: one of each for each half layer, and one of each at the ends"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+from typing import cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from course_kit.labs.sequence_parallel.models import batch_of, split_model
 from course_kit.labs.tensor_parallel.models import TINY, in_groups
@@ -32,28 +34,28 @@ def seen_shapes(group: dist.ProcessGroup, sequence_parallel: bool, config: Model
     model, (inputs, _) = split_model(config, group, sequence_parallel), batch_of(config, BATCH, SEQ)
     block, seen = transformer_blocks(model)[0], {}
 
-    def note(place):
+    def note(position):
         def hook(module, args, out):
-            seen[place] = tuple(out.shape)
+            seen[position] = tuple(out.shape)
 
         return hook
 
-    for module, place in (
-        (model.embedding, "after the embedding"),
+    for module, position in (
+        (cast(nn.Module, model.embedding), "after the embedding"),
         (block.attention_norm, "after a norm"),
         (block.attention.o_proj, "after o"),
     ):
-        module.register_forward_hook(note(place))
+        cast(nn.Module, module).register_forward_hook(note(position))
     plain = torch.nn.functional.linear
 
     def linear(x, weight, bias=None):
         out = plain(x, weight, bias)
-        for own, given, made in (
+        for local, given, made in (
             (block.attention.q_proj.weight, "into the product of q", "q"),
             (block.attention.o_proj.weight, "into o", None),
             (block.mlp.gate_proj.weight, None, "gate"),
         ):
-            if weight.data_ptr() == own.data_ptr():
+            if weight.data_ptr() == local.data_ptr():
                 seen.update({given: tuple(x.shape), made: tuple(out.shape)})
         return out
 
@@ -62,7 +64,7 @@ def seen_shapes(group: dist.ProcessGroup, sequence_parallel: bool, config: Model
         seen["logits"] = tuple(model(inputs).shape)
     finally:
         torch.nn.functional.linear = plain
-    return {place: seen[place] for place in PLACES}
+    return {position: seen[position] for position in PLACES}
 
 
 def seen_both(group: dist.ProcessGroup) -> list[dict[str, Shape]]:
@@ -81,13 +83,13 @@ def check(shapes: dict[str, tuple[Shape, Shape]]) -> None:
     assert set(shapes) == set(PLACES), f"still missing: {', '.join(p for p in PLACES if p not in shapes)}"
     assert all(len(pair) == 2 for pair in shapes.values()), "a pair for each place: TP, and TP + SP"
     expected = [expected_shapes(TINY, sequence_parallel) for sequence_parallel in (False, True)]
-    for place in PLACES:
+    for position in PLACES:
         for number, word in enumerate(("TP", "TP + SP")):
-            assert tuple(shapes[place][number]) == expected[number][place], (
-                f"{place}, {word}: {shapes[place][number]} is not what the running model has there"
+            assert tuple(shapes[position][number]) == expected[number][position], (
+                f"{position}, {word}: {shapes[position][number]} is not what the running model has there"
             )
     with shared(4).within(20):
         seen = shapes_by_kind()
     print(f"{'':<24}{'TP':>16}{'TP + SP':>16}")
-    for place in PLACES:
-        print(f"{place:<24}{str(seen[0][place]):>16}{str(seen[1][place]):>16}")
+    for position in PLACES:
+        print(f"{position:<24}{str(seen[0][position]):>16}{str(seen[1][position]):>16}")

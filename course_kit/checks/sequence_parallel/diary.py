@@ -78,8 +78,10 @@ class Diary(TorchDispatchMode):
 
 def unfinished(events: list[Event]) -> int:
     """Return the number of works that have been started and never waited for."""
-    starts = [(place, word, works) for place, (word, works) in enumerate(events) if word.startswith("start")]
-    return sum(max(0, works - events.count((word.replace("start", "wait"), place))) for place, word, works in starts)
+    starts = [(position, word, works) for position, (word, works) in enumerate(events) if word.startswith("start")]
+    return sum(
+        max(0, works - events.count((word.replace("start", "wait"), position))) for position, word, works in starts
+    )
 
 
 def total(events: list[Event], word: str) -> int:

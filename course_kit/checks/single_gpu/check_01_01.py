@@ -40,14 +40,14 @@ def check_epochs(one: TokenBatches, three: list[TokenBatches]) -> None:
     for step in range(50):  # three epochs of 100 windows, which 6 does not divide
         where = f"step {step}, samples {6 * step} to {6 * step + 5}, in epochs of 100"
         try:
-            together, alone = torch.cat([next(rank)[0] for rank in three]), next(one)[0]
+            joined, alone = torch.cat([next(rank)[0] for rank in three]), next(one)[0]
         except IndexError as error:
             raise AssertionError(f"{where}: {error}. A sample has an epoch, and a place in that epoch") from None
-        assert torch.equal(alone, together), (
+        assert torch.equal(alone, joined), (
             f"{where}: 3 ranks with batch 2 should see what 1 rank with batch 6 sees. An epoch may end inside a batch: "
             "ask for the epoch of each sample"
         )
-        seen += together[:, 0].tolist()
+        seen += joined[:, 0].tolist()
     epochs = [seen[:100], seen[100:200], seen[200:]]
     for epoch in epochs:
         assert len(set(epoch)) == 100, (

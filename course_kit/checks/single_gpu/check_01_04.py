@@ -13,8 +13,8 @@ def check() -> None:
     truth = counted_parameters(odd)
     inside = {"q_o": ("q_proj", "o_proj"), "kv": ("k_proj", "v_proj"), "mlp": (".mlp.",), "norms": ("_norm.",)}
     expected = {
-        part: sum(n for name, n in truth.items() if "blocks.0." in name and any(word in name for word in words))
-        for part, words in inside.items()
+        part: sum(n for name, n in truth.items() if "blocks.0." in name and any(word in name for word in spec))
+        for part, spec in inside.items()
     }
     expected |= {
         "embedding": truth["embedding.weight"],

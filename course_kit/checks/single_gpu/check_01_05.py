@@ -10,7 +10,7 @@ from course_lib.single_gpu import memory
 
 def total_gb(params: float, policy: str, zero_stage: int = 0, dp: int = 1) -> float:
     """Return the GB of all three states."""
-    return sum(memory.state_bytes(params, policy, zero_stage, dp).values()) / 1e9
+    return sum(memory.state_bytes(int(params), policy, zero_stage, dp).values(), 0.0) / 1e9
 
 
 def check() -> None:
@@ -19,7 +19,7 @@ def check() -> None:
         "return a dictionary with the keys 'parameters', 'gradients' and 'optimizer states', in this order"
     )
     for policy, expected in {
-        "fp32": 112,
+        "fp32": 112.0,
         "bf16": 112,
         "bf16, fp32 gradients": 140,
         "bf16, no master weights": 84,
@@ -32,11 +32,11 @@ def check() -> None:
         assert abs(got - expected) < 1e-9, (
             f"7B, ZeRO-{stage} on 8 GPUs: {expected} GB expected, got {got:.2f}: what is divided from which stage on?"
         )
-    for stage, expected in enumerate([(2, 6, 12), (2, 6, 3), (2, 1.5, 3), (0.5, 1.5, 3)]):
-        got = tuple(memory.state_bytes(1, "bf16, fp32 gradients", stage, dp=4).values())
-        assert got == expected, (
-            f"FP32 gradients, ZeRO-{stage} on 4 GPUs: {expected} bytes per parameter for parameters, gradients and "
-            f"optimizer states expected, got {got}"
+    for stage, parts in enumerate([(2, 6, 12), (2, 6, 3), (2, 1.5, 3), (0.5, 1.5, 3)]):
+        got_parts = tuple(memory.state_bytes(1, "bf16, fp32 gradients", stage, dp=4).values())
+        assert got_parts == parts, (
+            f"FP32 gradients, ZeRO-{stage} on 4 GPUs: {parts} bytes per parameter for parameters, gradients and "
+            f"optimizer states expected, got {got_parts}"
         )
     try:
         unknown = memory.state_bytes(1, "fp16")

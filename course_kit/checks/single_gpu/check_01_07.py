@@ -31,5 +31,5 @@ def check() -> None:
         "full": [0.25, 1.25, 3.9375],
     }.items():
         for name, size in zip(shapes, sizes, strict=True):
-            got = memory.gpt_activation_bytes(*shapes[name], batch=1, seq=1024, recompute=mode) / GiB
-            assert abs(got - size) < 1e-6, f"{name}, 1,024 tokens, recompute {mode}: {size} GiB expected, got {got:.4f}"
+            gib = memory.gpt_activation_bytes(*shapes[name], batch=1, seq=1024, recompute=mode) / GiB
+            assert abs(gib - size) < 1e-6, f"{name}, 1,024 tokens, recompute {mode}: {size} GiB expected, got {gib:.4f}"

@@ -45,13 +45,13 @@ def check_layer(config: ModelConfig, flash: bool, dtype: torch.dtype, b: int = 3
     block.attention.core = causal_attention if flash else naive_attention
     x = torch.ones(b, s, config.hidden, dtype=dtype, requires_grad=True)
     cos, sin = (part.to(dtype) for part in rope_angles(torch.arange(s), config))
-    kept = retained_bytes(block, lambda: block(x, cos, sin)) - cos.nbytes - sin.nbytes
+    saved = retained_bytes(block, lambda: block(x, cos, sin)) - cos.nbytes - sin.nbytes
     parts = memory.layer_activations(config, s, dtype.itemsize, flash, fused_norm=False)
     assert set(parts) == NAMES, f"return the four entries {', '.join(sorted(NAMES))}"
     yours = sum(parts.values()) * b * s
-    assert yours == kept, (
+    assert yours == saved, (
         f"hidden {config.hidden}, {config.heads} heads of {config.head_dim}, kv_heads {config.kv_heads}, "
-        f"{dtype}, flash={flash}: autograd keeps {kept // (b * s)} bytes per token, you count "
+        f"{dtype}, flash={flash}: autograd keeps {saved // (b * s)} bytes per token, you count "
         f"{yours // (b * s)}: {parts}"
     )
     shared = x.nbytes + cos.nbytes + sin.nbytes

@@ -20,15 +20,15 @@ def counted_parameters(config: ModelConfig) -> dict[str, int]:
 
 def retained_bytes(module: nn.Module, forward: Callable[[], object]) -> int:
     """Return the bytes that autograd keeps for backward after `forward()`, outside of the parameters of `module`."""
-    kept = []
+    saved = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        kept.append(tensor.detach())  # as long as it is here, no other tensor gets its address
-        return kept[-1]
+        saved.append(tensor.detach())  # as long as it is here, no other tensor gets its address
+        return saved[-1]
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         forward()
-    sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
+    sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in saved}
     for parameter in module.parameters():
         sizes.pop(parameter.untyped_storage().data_ptr(), None)
     return sum(sizes.values())

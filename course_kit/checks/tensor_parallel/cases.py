@@ -18,7 +18,7 @@ REFUSED_GRADIENTS = re.compile(
 
 
 def all_cases(group: dist.ProcessGroup, trial: Callable, cases: list[tuple]) -> list:
-    """On a rank: trial(group, *case) of each case."""
+    """On a rank: return trial(group, *case) of each case."""
     return [trial(group, *case) for case in cases]
 
 

@@ -15,7 +15,7 @@ from course_lib.tensor_parallel import by_hand
 WAYS = {"columns": [{"all_gather"}], "rows": [{"all_reduce"}, {"reduce_scatter", "all_gather"}]}
 
 
-def product_trial(group: dist.ProcessGroup, how: str, dtype: torch.dtype) -> tuple[float, torch.dtype, int, Traffic]:
+def matmul_trial(group: dist.ProcessGroup, how: str, dtype: torch.dtype) -> tuple[float, torch.dtype, int, Traffic]:
     """Return the error, the result's dtype, the multiplications, the traffic by collective."""
     generator = torch.Generator().manual_seed(1)
     x, weight = (torch.randn(rows, 16, generator=generator).to(dtype) for rows in (6, 24))
@@ -31,17 +31,19 @@ def check() -> None:
     ranks = shared(4)
     with ranks.within(20):
         for n, dtype in ((2, torch.float32), (4, torch.bfloat16)):
-            trials = ranks(in_groups, n, all_cases, product_trial, [(how, dtype) for how in WAYS])
-            for rank, told in enumerate(trials):
-                for (how, ways), (error, made, multiplied, traffic) in zip(WAYS.items(), told, strict=True):
+            trials = ranks(in_groups, n, all_cases, matmul_trial, [(how, dtype) for how in WAYS])
+            for rank, result in enumerate(trials):
+                for (how, ways), (error, made, multiplied, traffic) in zip(WAYS.items(), result, strict=True):
                     where = f"{how}, {n} ranks, rank {rank}, {dtype}"
                     assert error < CLOSE[dtype], f"{where}: not x times the transpose of weight, whole"
                     assert made == dtype, f"{where}: the result is {made}: keep the dtype of x"
                     assert multiplied == 6 * 16 * 24 // n, (
                         f"{where}: {multiplied} multiplications; a rank's share of them is {6 * 16 * 24 // n}"
                     )
-                    sent = {record.collective for record in traffic.records}
+                    bytes_sent = {record.collective for record in traffic.records}
                     wanted = " or ".join(map(" and ".join, ways))
-                    assert sent in ways, f"{where}: you send by {' and '.join(sent) or 'nothing'}; by {wanted} it is"
+                    assert bytes_sent in ways, (
+                        f"{where}: you send by {' and '.join(bytes_sent) or 'nothing'}; by {wanted} it is"
+                    )
                     enough = (1 + (how == "rows")) * 6 * 24 * dtype.itemsize * (n - 1) // n
                     assert traffic.bytes == enough, f"{where}: {traffic.bytes} bytes sent, {enough} are enough"

@@ -20,17 +20,18 @@ from course_lib.tensor_parallel.by_hand import cut
 
 def split_mlp(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """silu(x · aᵀ) · bᵀ, from whole a and b, of which each rank uses its own part."""
-    own_a = cut(regions.copy_to_group(a, group), group, 0)
-    own_b = cut(regions.copy_to_group(b, group), group, 1)
-    hidden = F.silu(F.linear(regions.copy_to_group(x, group), own_a))
-    return regions.sum_over_group(F.linear(hidden, own_b), group)
+    local_a = cut(regions.copy_to_group(a, group), group, 0)
+    local_b = cut(regions.copy_to_group(b, group), group, 1)
+    hidden = F.silu(F.linear(regions.copy_to_group(x, group), local_a))
+    return regions.sum_over_group(F.linear(hidden, local_b), group)
 
 
 def pair_trial(group: dist.ProcessGroup) -> str | None:
     """Say what is wrong with f and f*; None where nothing is."""
     rank, n, numbers = group.rank(), group.size(), torch.arange(12.0).view(3, 4)
     both = ("f", regions.copy_to_group, 0, 1), ("f*", regions.sum_over_group, 1, 0)
-    for (name, function, forwards, backwards), dtype in itertools.product(both, (torch.float32, torch.bfloat16)):
+    for (region, function, forwards, backwards), dtype in itertools.product(both, (torch.float32, torch.bfloat16)):
+        name = region
         x, given = (numbers + rank).to(dtype), torch.full((3, 4), rank + 1.0, dtype=dtype)
         if dtype == torch.bfloat16:
             x, given = (tensor.t().contiguous().t() for tensor in (x, given))
@@ -39,9 +40,9 @@ def pair_trial(group: dist.ProcessGroup) -> str | None:
         x.requires_grad_()
         with in_case(name), Diary(), count_traffic() as traffic:
             out = function(x, group)
-            sent = traffic.calls
+            bytes_sent = traffic.calls
             (gradient,) = torch.autograd.grad(out, x, given)
-        calls = sent, traffic.calls - sent
+        calls = bytes_sent, traffic.calls - bytes_sent
         if calls != (forwards, backwards):
             wrong = f"{name}: {counted(calls[0], 'collective')} in forward and {calls[1]} in backward"
             return f"{wrong}: it takes {forwards} and {backwards}"
@@ -68,7 +69,7 @@ def wrong_in_mlp(group: dist.ProcessGroup) -> str | None:
     x, a, b = (torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes)
     with in_case("gradcheck of the pair in an MLP"):
         try:
-            torch.autograd.gradcheck(lambda *tensors: split_mlp(*tensors, group), (x, a, b))
+            torch.autograd.gradcheck(lambda x, a, b: split_mlp(x, a, b, group), (x, a, b))
         except GradcheckError as error:
             return f"gradcheck of the pair in an MLP: {str(error).splitlines()[0]}"
     return None

@@ -19,9 +19,9 @@ def backward_trial(group: dist.ProcessGroup) -> tuple[list[float], Traffic]:
     """Errors of the three gradients against one process's, and the traffic."""
     generator = torch.Generator().manual_seed(3)
     x, a, b, grad_y = (torch.randn(s, generator=generator) for s in ((5, 12), (16, 12), (12, 16), (5, 12)))
-    whole = [tensor.clone().requires_grad_() for tensor in (x, a, b)]
-    F.linear(F.silu(F.linear(*whole[:2])), whole[2]).backward(grad_y)
-    expected = grad_of(whole[0]), cut(grad_of(whole[1]), group, 0), cut(grad_of(whole[2]), group, 1)
+    full = [tensor.clone().requires_grad_() for tensor in (x, a, b)]
+    F.linear(F.silu(F.linear(*full[:2])), full[2]).backward(grad_y)
+    expected = grad_of(full[0]), cut(grad_of(full[1]), group, 0), cut(grad_of(full[2]), group, 1)
     with count_traffic() as traffic:
         got = by_hand.mlp_backward(x, cut(a, group, 0), cut(b, group, 1), grad_y, group)
     return [relative_error(g, e) for g, e in zip(got, expected, strict=True)], traffic

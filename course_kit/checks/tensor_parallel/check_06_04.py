@@ -23,8 +23,8 @@ CASES = {  # by number of ranks: dtype, x's dimensions but the last, whether x a
 }
 
 
-class Told(NamedTuple):
-    """What a rank tells of ColumnMatmul."""
+class RankResult(NamedTuple):
+    """A rank's report on ColumnMatmul."""
 
     output_error: float
     sent_forward: int  # collectives
@@ -36,7 +36,7 @@ class Told(NamedTuple):
 
 def column_trial(
     group: dist.ProcessGroup, dtype: torch.dtype, rows: tuple[int, ...], wants_x: bool, wants: tuple[int, ...]
-) -> Told:
+) -> RankResult:
     """Run ColumnMatmul of three weights on x: [*rows, 8], transposed where it has 3 dimensions or more; wants: which
     of the weights want a gradient.
     """
@@ -44,23 +44,23 @@ def column_trial(
     x, *grads = (torch.randn(*rows[::-1], size, generator=generator).to(dtype) for size in (8, 16, 8, 8))
     x, *grads = (tensor.transpose(0, len(rows) - 1) for tensor in (x, *grads))
     weights = [torch.randn(size, 8, generator=generator).to(dtype) for size in (16, 8, 8)]
-    whole = [t.clone().requires_grad_() for t in (x, *weights)]
-    whole_outs = [F.linear(whole[0], w) for w in whole[1:]]
-    torch.autograd.backward(whole_outs, grads)
-    expected = [grad_of(whole[0]), *(cut(grad_of(w), group, 0) for w in whole[1:])]
-    own = [x.clone(), *(cut(w, group, 0).clone() for w in weights)]
-    wanted = [t.requires_grad_() for t, want in zip(own, (wants_x, *wants), strict=True) if want]
+    full = [t.clone().requires_grad_() for t in (x, *weights)]
+    full_outs = [F.linear(full[0], w) for w in full[1:]]
+    torch.autograd.backward(full_outs, grads)
+    expected = [grad_of(full[0]), *(cut(grad_of(w), group, 0) for w in full[1:])]
+    local = [x.clone(), *(cut(w, group, 0).clone() for w in weights)]
+    wanted = [t.requires_grad_() for t, want in zip(local, (wants_x, *wants), strict=True) if want]
     given = [cut(g, group, -1).clone() for g in grads]
     copies = [g.clone() for g in given]
     with in_case(f"x {[*x.shape]}, strides {x.stride()}, {dtype}"):
         with count_traffic() as forward:
-            outs = linear.ColumnMatmul.apply(own[0], group, *own[1:])
-        output_error = max(relative_error(o, cut(w, group, -1)) for o, w in zip(outs, whole_outs, strict=True))
+            outs = linear.ColumnMatmul.apply(local[0], group, *local[1:])
+        output_error = max(relative_error(o, cut(w, group, -1)) for o, w in zip(outs, full_outs, strict=True))
         with Diary() as diary, count_traffic() as traffic:
             got = iter(torch.autograd.grad(outs, wanted, given))
     errors = [relative_error(next(got), e) for e, want in zip(expected, (wants_x, *wants), strict=True) if want]
     spoiled = not all(torch.equal(g, c) for g, c in zip(given, copies, strict=True))
-    return Told(output_error, forward.calls, max(errors), diary.events, traffic, spoiled)
+    return RankResult(output_error, forward.calls, max(errors), diary.events, traffic, spoiled)
 
 
 def multiplications(events: list[tuple[str, int]]) -> int:
@@ -74,37 +74,43 @@ def check() -> None:
     with ranks.within(20):
         for n, cases in CASES.items():
             for rank, trials in enumerate(ranks(in_groups, n, all_cases, column_trial, cases)):
-                for case, told in zip(cases, trials, strict=True):
-                    judge(n, rank, told, *case)
+                for case, result in zip(cases, trials, strict=True):
+                    judge(n, rank, result, *case)
 
 
 def judge(
-    n: int, rank: int, told: Told, dtype: torch.dtype, rows: tuple[int, ...], wants_x: bool, wants: tuple[int, ...]
+    n: int,
+    rank: int,
+    result: RankResult,
+    dtype: torch.dtype,
+    rows: tuple[int, ...],
+    wants_x: bool,
+    wants: tuple[int, ...],
 ) -> None:
     """Judge one case of one rank."""
     each = [6 * 8 * size // n for size in (16, 8, 8)]  # multiplications of one product
     where = f"{n} ranks, rank {rank}, {len(rows) + 1} dimensions, {dtype}, gradients for "
     where += f"{'x and ' if wants_x else ''}weights {wants}"
-    assert told.output_error < CLOSE[dtype], f"{where}: forward returns x · weightᵀ for each weight of this rank"
-    assert told.sent_forward == 0, f"{where}: {counted(told.sent_forward, 'collective')} in forward: send nothing"
-    events, words = told.events, [word for word, _ in told.events]
-    assert wants_x or not told.traffic.calls, (
-        f"{where}: {counted(told.traffic.calls, 'collective')} in backward: x wants no gradient: send nothing"
+    assert result.output_error < CLOSE[dtype], f"{where}: forward returns x · weightᵀ for each weight of this rank"
+    assert result.sent_forward == 0, f"{where}: {counted(result.sent_forward, 'collective')} in forward: send nothing"
+    events, spec = result.events, [word for word, _ in result.events]
+    assert wants_x or not result.traffic.calls, (
+        f"{where}: {counted(result.traffic.calls, 'collective')} in backward: x wants no gradient: send nothing"
     )
-    assert not wants_x or {"start", "wait"} <= set(words), (
+    assert not wants_x or {"start", "wait"} <= set(spec), (
         f"{where}: start a dist.all_reduce(..., async_op=True) of x's gradient, and wait for it at the end"
     )
-    assert told.error < CLOSE[dtype], f"{where}: not one process's gradients"
-    assert not told.spoiled, f"{where}: a gradient that was given is changed"
+    assert result.error < CLOSE[dtype], f"{where}: not one process's gradients"
+    assert not result.spoiled, f"{where}: a gradient that was given is changed"
     enough = wants_x * 2 * 6 * 8 * dtype.itemsize * (n - 1) // n
-    assert (told.traffic.calls, told.traffic.bytes) == (wants_x, enough), (
-        f"{where}: {told.traffic.bytes} bytes in {counted(told.traffic.calls, 'collective')} of backward; {enough} in "
-        f"one are enough: sum over the weights first, and in x's dtype"
+    assert (result.traffic.calls, result.traffic.bytes) == (wants_x, enough), (
+        f"{where}: {result.traffic.bytes} bytes in {counted(result.traffic.calls, 'collective')} of backward; {enough} "
+        f"in one are enough: sum over the weights first, and in x's dtype"
     )
     enough = wants_x * sum(each) + sum(e for e, want in zip(each, wants, strict=True) if want)
     assert multiplications(events) == enough, f"{where}: {multiplications(events)} multiplications, {enough} are enough"
     if wants_x:
-        start, wait = words.index("start"), words.index("wait")
+        start, wait = spec.index("start"), spec.index("wait")
         before, beside = multiplications(events[:start]), multiplications(events[start:wait])
         advice = "start it with async_op=True, before the gradients of the weights, and wait after them"
         assert (before, beside) == (sum(each), enough - sum(each)), (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from course_kit.checks.tensor_parallel.cases import all_cases, counted
 from course_kit.checks.tensor_parallel.diary import Diary
 from course_kit.labs.tensor_parallel.models import in_groups, relative_error
 from course_kit.ranks import shared
-from course_kit.typed import grad_of
+from course_kit.typed import grad_of, override
 from course_lib.collectives.traffic import Traffic, count_traffic
 from course_lib.tensor_parallel import linear
 from course_lib.tensor_parallel.by_hand import cut
@@ -22,8 +22,8 @@ from course_lib.tensor_parallel.by_hand import cut
 COPIES = {2: [(1, False), (2, True)], 4: [(1, True), (2, False)]}  # number of copies, whether there are biases
 
 
-class Told(NamedTuple):
-    """What a rank tells of a Q and a K layer that are projected together."""
+class RankResult(NamedTuple):
+    """A rank's report on a Q and a K layer that are projected together."""
 
     errors: dict[str, float]
     grad_k: torch.Tensor  # of the K layer's weight
@@ -34,15 +34,15 @@ class Told(NamedTuple):
     order: str  # what backward does, in words
 
 
-class ToldInAutocast(NamedTuple):
-    """What a rank tells of two layers in autocast, one of them without a bias."""
+class AutocastResult(NamedTuple):
+    """A rank's report on two layers in autocast, one of them without a bias."""
 
     dtypes: set[torch.dtype]  # of the outputs
     errors: list[float]  # of the gradients
     left: float  # how far the outputs are from the bias where the layers' `products` make zeros
 
 
-def projection_trial(group: dist.ProcessGroup, copies: int, bias: bool) -> Told:
+def projection_trial(group: dist.ProcessGroup, copies: int, bias: bool) -> RankResult:
     """Project x by a Q layer with a head for each rank, and by a K layer whose heads have `copies`."""
     torch.manual_seed(6)
     n, rank = group.size(), group.rank()
@@ -50,24 +50,26 @@ def projection_trial(group: dist.ProcessGroup, copies: int, bias: bool) -> Told:
     grad_q, grad_k = torch.randn(2, 3, 4 * n), torch.randn(n, 2, 3, 4)  # each rank uses its K head in its own way
     replicas = linear.replicas_of(group, copies) if copies > 1 else None
     layers = [linear.ColumnParallelLinear(q, group), linear.ColumnParallelLinear(k, group, replicas)]
-    own, whole = x.clone().requires_grad_(), x.clone().requires_grad_()
+    local, complete = x.clone().requires_grad_(), x.clone().requires_grad_()
     with count_traffic() as forward:
-        outs = linear.project_together(own, layers)
+        outs = linear.project_together(local, layers)
     with count_traffic() as backward, Diary() as diary:
         torch.autograd.backward(outs, (cut(grad_q, group, -1), grad_k[rank]))
-    expected = q(whole), k(whole)
-    of_heads = [sum(grad_k[head * copies : (head + 1) * copies]) for head in range(n // copies)]
+    expected = q(complete), k(complete)
+    of_heads = [grad_k[head * copies : (head + 1) * copies].sum(0) for head in range(n // copies)]
     torch.autograd.backward(expected, (grad_q, torch.cat(of_heads, dim=-1)))
     head = rank // copies
     pairs = {"q": (outs[0], cut(expected[0], group, -1)), "k": (outs[1], expected[1][..., 4 * head : 4 * head + 4])}
-    pairs |= {"the gradient of x": (grad_of(own), grad_of(whole))}
+    pairs |= {"the gradient of x": (grad_of(local), grad_of(complete))}
     for name, layer, full, of, number in (("q", layers[0], q, n, rank), ("k", layers[1], k, n // copies, head)):
         for kind in ("weight", "bias")[: 1 + bias]:
             one_process = getattr(full, kind).grad.chunk(of)[number]
             pairs[f"the gradient of {name}'s {kind}"] = (getattr(layer, kind).grad, one_process)
     members = tuple(dist.get_process_group_ranks(replicas.copies)) if replicas else ()
     errors = {name: relative_error(*pair) for name, pair in pairs.items()}
-    return Told(errors, grad_of(layers[1].weight), forward, backward, members, type(outs), " ".join(diary.words()))
+    return RankResult(
+        errors, grad_of(layers[1].weight), forward, backward, members, type(outs), " ".join(diary.words())
+    )
 
 
 class Zeros:
@@ -78,30 +80,33 @@ class Zeros:
         return tuple(0 * F.linear(x, weight) for weight in weights)
 
 
-def autocast_trial(group: dist.ProcessGroup) -> ToldInAutocast:
-    """Project x by two layers in autocast, one of them without a bias; then with other `products`."""
+def autocast_trial(group: dist.ProcessGroup) -> AutocastResult:
+    """Project x by two layers in autocast, one of them without a bias; then with another `matmul`."""
     torch.manual_seed(6)
-    wholes, own, given = (nn.Linear(8, 16, False), nn.Linear(8, 16)), torch.randn(2, 3, 8), torch.randn(2, 2, 3, 16)
+    wholes, local, given = (nn.Linear(8, 16, False), nn.Linear(8, 16)), torch.randn(2, 3, 8), torch.randn(2, 2, 3, 16)
     layers = [linear.ColumnParallelLinear(each, group) for each in wholes]
-    whole = own.clone().requires_grad_()
-    own.requires_grad_()
+    complete = local.clone().requires_grad_()
+    local.requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        outs = linear.project_together(own, layers)
+        outs = linear.project_together(local, layers)
     with contextlib.suppress(RuntimeError):  # dtypes that do not fit: no gradients
         torch.autograd.backward(outs, [cut(g, group, -1).to(out.dtype) for g, out in zip(given, outs, strict=True)])
-    torch.autograd.backward([full(whole) for full in wholes], list(given))
+    torch.autograd.backward([full(complete) for full in wholes], list(given))
     pairs = [
         (grad_of(layer.weight), cut(grad_of(each.weight), group, 0)) for layer, each in zip(layers, wholes, strict=True)
     ]
-    pairs += [(grad_of(own), grad_of(whole)), (grad_of(layers[1].bias), cut(grad_of(wholes[1].bias), group, 0))]
+    pairs += [
+        (grad_of(local), grad_of(complete)),
+        (grad_of(cast(torch.Tensor, layers[1].bias)), cut(grad_of(wholes[1].bias), group, 0)),
+    ]
     for layer in layers:
-        layer.matmul = Zeros
-    first, second = linear.project_together(own, layers)
-    left = max(first.abs().max().item(), (second - layers[1].bias).abs().max().item())
-    return ToldInAutocast({out.dtype for out in outs}, [relative_error(*pair) for pair in pairs], left)
+        override(layer, matmul=Zeros)
+    first, second = linear.project_together(local, layers)
+    left = max(first.abs().max().item(), (second - cast(torch.Tensor, layers[1].bias)).abs().max().item())
+    return AutocastResult({out.dtype for out in outs}, [relative_error(*pair) for pair in pairs], left)
 
 
-def projections(group: dist.ProcessGroup) -> tuple[list[Told], ToldInAutocast]:
+def projections(group: dist.ProcessGroup) -> tuple[list[RankResult], AutocastResult]:
     """Return the trials of this group's numbers of copies, and that in autocast."""
     return all_cases(group, projection_trial, COPIES[group.size()]), autocast_trial(group)
 
@@ -114,21 +119,23 @@ def check() -> None:
             of_all, of_all_in_autocast = zip(*ranks(in_groups, n, projections), strict=True)
             for number, (copies, bias) in enumerate(cases):
                 judge(n, copies, bias, [trials[number] for trials in of_all])
-            for rank, told in enumerate(of_all_in_autocast):
-                judge_in_autocast(f"{n} ranks, rank {rank}, in autocast, one layer with a bias", told)
+            for rank, result in enumerate(of_all_in_autocast):
+                judge_in_autocast(f"{n} ranks, rank {rank}, in autocast, one layer with a bias", result)
 
 
-def judge(n: int, copies: int, bias: bool, of_all: list[Told]) -> None:
+def judge(n: int, copies: int, bias: bool, of_all: list[RankResult]) -> None:
     """Judge one case on all ranks."""
-    for rank, told in enumerate(of_all):
+    for rank, result in enumerate(of_all):
         where = f"{n} ranks, {counted(copies, 'copy')} of a K head, rank {rank}"
-        assert told.kind is tuple, f"{where}: what is returned is a {told.kind.__name__}: return a tuple"
-        for name, error in told.errors.items():
+        assert result.kind is tuple, f"{where}: what is returned is a {result.kind.__name__}: return a tuple"
+        for name, error in result.errors.items():
             assert error < 1e-5, f"{where}: {name} is not one process's"
         first = of_all[rank // copies * copies]
-        assert torch.equal(told.grad_k, first.grad_k), f"{where}: the copies' gradients differ"
-        assert told.forward.calls == 0, f"{where}: {counted(told.forward.calls, 'collective')} in forward: send nothing"
-        records = told.backward.records
+        assert torch.equal(result.grad_k, first.grad_k), f"{where}: the copies' gradients differ"
+        assert result.forward.calls == 0, (
+            f"{where}: {counted(result.forward.calls, 'collective')} in forward: send nothing"
+        )
+        records = result.backward.records
         of_x = [r for r in records if len(r.group) == n and r.bytes == 2 * 48 * 4 * (n - 1) // n]
         others = [r for r in records if r not in of_x]
         assert len(of_x) >= 1, f"{where}: one all-reduce of x's gradient"
@@ -136,18 +143,18 @@ def judge(n: int, copies: int, bias: bool, of_all: list[Told]) -> None:
         assert len(records) <= 1 + wanted, (
             f"{where}: {counted(len(records), 'collective')} in backward; {1 + wanted} would do"
         )
-        assert "start product" in told.order, (
-            f"{where}: backward does {told.order}: no product beside x's all-reduce; use the layers' `products`"
+        assert "start product" in result.order, (
+            f"{where}: backward does {result.order}: no product beside x's all-reduce; use the layers' `products`"
         )
-        assert all(set(r.group) == set(told.members) for r in others), (
+        assert all(set(r.group) == set(result.members) for r in others), (
             f"{where}: K's gradient goes over its copies alone"
         )
 
 
-def judge_in_autocast(where: str, told: ToldInAutocast) -> None:
+def judge_in_autocast(where: str, result: AutocastResult) -> None:
     """Judge the two layers in autocast on one rank."""
-    assert told.dtypes == {torch.bfloat16}, (
-        f"{where}: outputs are {told.dtypes}: as_autocast casts x and the weights; cast the bias to the output's"
+    assert result.dtypes == {torch.bfloat16}, (
+        f"{where}: outputs are {result.dtypes}: as_autocast casts x and the weights; cast the bias to the output's"
     )
-    assert max(told.errors) < 0.03, f"{where}: wrong gradients, or none: x and weights through as_autocast"
-    assert told.left == 0, f"{where}: multiply by what the layers have as `products`, whatever it is, not by a name"
+    assert max(result.errors) < 0.03, f"{where}: wrong gradients, or none: x and weights through as_autocast"
+    assert result.left == 0, f"{where}: multiply by what the layers have as `products`, whatever it is, not by a name"

@@ -10,21 +10,23 @@ import torch.distributed as dist
 from torch import nn
 
 from course_kit.checks.tensor_parallel.cases import CLOSE, all_cases, counted, in_case
-from course_kit.checks.tensor_parallel.memory import kept_by
+from course_kit.checks.tensor_parallel.memory import retained_by
 from course_kit.labs.tensor_parallel.models import in_groups, relative_error
 from course_kit.ranks import shared
-from course_kit.typed import grad_of
+from course_kit.typed import grad_of, override
 from course_lib.collectives.traffic import Traffic, count_traffic
 from course_lib.tensor_parallel import vocabulary
 
-TABLES = {  # by number of ranks: tokens of the vocabulary, dtype of the rows, shape of the tokens
+TABLES: dict[
+    int, list[tuple]
+] = {  # by number of ranks: tokens of the vocabulary, dtype of the rows, shape of the tokens
     2: [(97, torch.float32, (33,))],
     4: [(97, torch.float32, (3, 11)), (100, torch.bfloat16, (1, 3, 11))],
 }
 
 
-class Told(NamedTuple):
-    """What a rank tells of a split embedding."""
+class RankResult(NamedTuple):
+    """A rank's report on a split embedding."""
 
     error: float
     grad_error: float
@@ -35,26 +37,26 @@ class Told(NamedTuple):
     left: float  # of its output where f* makes zeros
 
 
-def embedding_trial(group: dist.ProcessGroup, vocab: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Told:
+def embedding_trial(group: dist.ProcessGroup, vocab: int, dtype: torch.dtype, shape: tuple[int, ...]) -> RankResult:
     """Look up 33 tokens, of which two are none of the vocabulary."""
     torch.manual_seed(7)
-    whole, given = nn.Embedding(vocab, 6, dtype=dtype), torch.randn(*shape, 6).to(dtype)
+    full, given = nn.Embedding(vocab, 6, dtype=dtype), torch.randn(*shape, 6).to(dtype)
     tokens = torch.cat([torch.tensor([-1, vocab]), torch.randint(vocab, (31,))]).view(shape)  # two are no tokens
-    layer, kept = kept_by(lambda: vocabulary.VocabParallelEmbedding(copy.deepcopy(whole), group))
+    layer, kept = retained_by(lambda: vocabulary.VocabParallelEmbedding(copy.deepcopy(full), group))
     with in_case(f"tokens of {counted(len(shape), 'dimension')}, {dtype}"):
         with count_traffic() as forward:
             out = layer(tokens)
         with count_traffic() as backward:
             out.backward(given)
     outside = (tokens < 0) | (tokens >= vocab)
-    expected = whole(tokens.masked_fill(outside, 0)).masked_fill(outside[..., None], 0.0)
+    expected = full(tokens.masked_fill(outside, 0)).masked_fill(outside[..., None], 0.0)
     expected.backward(given)
     errors = (
         relative_error(out, expected),
-        relative_error(grad_of(layer.weight), layer.shard.cut(grad_of(whole.weight))),
+        relative_error(grad_of(layer.weight), layer.shard.cut(grad_of(full.weight))),
     )
-    layer.output_reduce = lambda summand, group: torch.zeros_like(summand)
-    return Told(*errors, out.dtype, forward, backward, kept, layer(tokens).abs().max().item())
+    override(layer, output_reduce=lambda summand, group: torch.zeros_like(summand))
+    return RankResult(*errors, out.dtype, forward, backward, kept, layer(tokens).abs().max().item())
 
 
 def check() -> None:
@@ -63,25 +65,25 @@ def check() -> None:
     with ranks.within(20):
         for n, cases in TABLES.items():
             for rank, trials in enumerate(ranks(in_groups, n, all_cases, embedding_trial, cases)):
-                for (vocab, dtype, _), told in zip(cases, trials, strict=True):
-                    judge(n, rank, vocab, dtype, told)
+                for (vocab, dtype, _), result in zip(cases, trials, strict=True):
+                    judge(n, rank, vocab, dtype, result)
 
 
-def judge(n: int, rank: int, vocab: int, dtype: torch.dtype, told: Told) -> None:
+def judge(n: int, rank: int, vocab: int, dtype: torch.dtype, result: RankResult) -> None:
     """Judge one table on one rank."""
     where = f"{vocab} tokens, {n} ranks, rank {rank}, {dtype}"
-    assert told.error < CLOSE[dtype], (
+    assert result.error < CLOSE[dtype], (
         f"{where}: not the whole embedding's output; tokens of other ranks, and those of no rank, give zeros"
     )
-    assert told.grad_error < CLOSE[dtype], f"{where}: the gradient of the own rows is not one process's"
-    assert told.dtype == dtype, f"{where}: the output is {told.dtype}: keep the dtype of the rows"
-    enough, forward = 2 * 33 * 6 * dtype.itemsize * (n - 1) // n, told.forward
+    assert result.grad_error < CLOSE[dtype], f"{where}: the gradient of the own rows is not one process's"
+    assert result.dtype == dtype, f"{where}: the output is {result.dtype}: keep the dtype of the rows"
+    enough, forward = 2 * 33 * 6 * dtype.itemsize * (n - 1) // n, result.forward
     assert (forward.calls, forward.bytes) == (1, enough), (
         f"{where}: {forward.bytes} bytes in {counted(forward.calls, 'call')}; one all-reduce of {enough} is enough"
     )
-    assert told.backward.calls == 0, f"{where}: backward has nothing to send"
+    assert result.backward.calls == 0, f"{where}: backward has nothing to send"
     enough = dtype.itemsize * 6 * -(-vocab // n)
-    assert told.kept <= enough, (
-        f"{where}: the layer keeps {told.kept} bytes; its own rows, as a copy, are {enough} at most"
+    assert result.kept <= enough, (
+        f"{where}: the layer keeps {result.kept} bytes; its own rows, as a copy, are {enough} at most"
     )
-    assert told.left == 0, f"{where}: call f* as self.output_reduce"
+    assert result.left == 0, f"{where}: call f* as self.output_reduce"

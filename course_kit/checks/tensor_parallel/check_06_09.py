@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from course_kit.checks.tensor_parallel.memory import kept_by
+from course_kit.checks.tensor_parallel.memory import retained_by
 from course_kit.labs.tensor_parallel.models import (
     MHA,
     TINY,
@@ -25,7 +25,7 @@ from course_kit.labs.tensor_parallel.models import (
     split_model,
 )
 from course_kit.ranks import shared
-from course_kit.typed import transformer_blocks
+from course_kit.typed import grad_of, override, transformer_blocks
 from course_lib.collectives.traffic import Traffic, count_traffic
 from course_lib.single_gpu.memory import param_count
 from course_lib.single_gpu.model import MLP, ModelConfig, Transformer, loss
@@ -44,7 +44,7 @@ PROJECTED = {"attention": ("q_proj", "k_proj", "v_proj"), "mlp": ("gate_proj", "
 
 
 class Mixture(nn.Module):
-    """What stands in the place of a block's MLP, as a mixture of experts would: one matrix, and perhaps an MLP."""
+    """A replacement of a block's MLP, as a mixture of experts would be: one matrix, and perhaps an MLP."""
 
     def __init__(self, always: MLP | None):
         super().__init__()
@@ -55,8 +55,8 @@ class Mixture(nn.Module):
         return self.router(x) + (0 if self.always is None else self.always(x))
 
 
-class Told(NamedTuple):
-    """What a rank tells of a split model."""
+class RankResult(NamedTuple):
+    """A rank's report on a split model."""
 
     training: Training  # gradients and weights made whole
     forward: Traffic
@@ -66,12 +66,13 @@ class Told(NamedTuple):
 
 def model_trial(
     group: dist.ProcessGroup, config: ModelConfig, meta: bool, steps: int = 1, max_norm: float = 0.4
-) -> Told:
+) -> RankResult:
     """Train a model that is split over the group."""
-    model, kept = kept_by(lambda: split_model(config, group, meta))
+    model, kept = retained_by(lambda: split_model(config, group, meta))
     losses, norms = [], []
     optimizer, (inputs, targets) = sgd(model.parameters()), batch_of(config)
-    named, gradients = dict(model.named_parameters()), None
+    named = dict(model.named_parameters())
+    gradients: dict[str, torch.Tensor] | None = None
     for _ in range(steps):
         optimizer.zero_grad()
         with count_traffic() as forward:
@@ -79,15 +80,17 @@ def model_trial(
         with count_traffic() as backward:
             step_loss.backward()
         if gradients is None:
-            gradients = {
-                name: placement_of(p).tensor_shard.gather(p.grad) if placement_of(p).tensor_shard else p.grad.clone()
-                for name, p in named.items()
-                if p.grad is not None
-            }
+            gradients = {name: full_gradient(p) for name, p in named.items() if p.grad is not None}
         losses.append(step_loss.item())
         norms.append(clip_grad_norm_(model.parameters(), max_norm).item())
         optimizer.step()
-    return Told(Training(losses, norms, gradients, gather_state_dict(model)), forward, backward, kept)
+    return RankResult(Training(losses, norms, gradients or {}, gather_state_dict(model)), forward, backward, kept)
+
+
+def full_gradient(parameter: nn.Parameter) -> torch.Tensor:
+    """Return the gradient of the full parameter, gathered if the parameter is a shard. Collective."""
+    shard = placement_of(parameter).tensor_shard
+    return shard.gather(grad_of(parameter)) if shard else grad_of(parameter).clone()
 
 
 def wrong_options(group: dist.ProcessGroup) -> str | None:
@@ -98,23 +101,23 @@ def wrong_options(group: dist.ProcessGroup) -> str | None:
     tied = split_model(TINY, group)
     if wrong := wrong_project(tied):
         return wrong
-    if tied.head.weight is not tied.embedding.weight:
+    if cast(nn.Linear, tied.head).weight is not cast(nn.Embedding, tied.embedding).weight:
         return "the model is tied, but head and embedding have a weight each: give the head the embedding's"
     logits = Transformer(TINY)(inputs)
     if relative_error(tied(inputs), TensorShard.of(TINY.vocab, group, -1).cut(logits)) > 1e-5:
         return "the logits are not this rank's part of one process's"
     if relative_error(split_model(TINY, group, gather_logits=True)(inputs), logits) > 1e-5:
         return "gather_logits=True: not the logits of one process"
-    block = split_model(TINY, group, chunks=3).blocks[0]
+    block = transformer_blocks(split_model(TINY, group, chunks=3))[0]
     if any(getattr(layer, "chunks", 0) != 3 for layer in (block.attention.o_proj, block.mlp.down_proj)):
         return "chunks=3: o and down are row layers, and get the chunks"
     for missing, x in (("embedding", hidden), ("head", inputs)):
-        whole, split = Transformer(TINY), Transformer(TINY)
-        for stage in (whole, split):
+        full, split = Transformer(TINY), Transformer(TINY)
+        for stage in (full, split):
             setattr(stage, missing, None)
         with stepping_over(f"a model whose {missing} is None"):
             program.apply_tensor_parallel(split, group)
-        expected = whole(x) if missing == "head" else TensorShard.of(TINY.vocab, group, -1).cut(whole(x))
+        expected = full(x) if missing == "head" else TensorShard.of(TINY.vocab, group, -1).cut(full(x))
         if relative_error(split(x), expected) > 1e-5:
             return f"a model whose {missing} is None: not one process's output"
     return wrong_mixtures(group) or wrong_head_norms(group) or wrong_default()
@@ -149,28 +152,30 @@ def wrong_mixtures(group: dist.ProcessGroup) -> str | None:
     """Say what is wrong with blocks that hold an MLP under another name, or none; None where nothing is."""
     (inputs, _), advice = batch_of(), "split every `MLP` in `block.modules()`, and nothing else in its place"
     what = "a block where block.mlp is a mixture, with an MLP inside or none"
-    whole, split = Transformer(TINY), Transformer(TINY)
-    for model in (whole, split):
+    full, split = Transformer(TINY), Transformer(TINY)
+    for model in (full, split):
         torch.manual_seed(9)
         for block, always in zip(model.blocks, (True, False), strict=True):
-            block.mlp = Mixture(block.mlp if always else None)
+            override(block, mlp=Mixture(cast(MLP, block.mlp) if always else None))
     with stepping_over(f"{what}: {advice}"):
         program.apply_tensor_parallel(split, group)
-    rows = transformer_blocks(split)[0].mlp.always.up_proj.weight.shape[0]
+    inside = cast(Mixture, transformer_blocks(split)[0].mlp).always
+    assert inside is not None
+    rows = inside.up_proj.weight.shape[0]
     if rows != TINY.ffn_hidden // group.size():
         return f"{what}: up of the one inside has {rows} rows of {TINY.ffn_hidden}: {advice}"
-    if relative_error(split(inputs), TensorShard.of(TINY.vocab, group, -1).cut(whole(inputs))) > 1e-5:
+    if relative_error(split(inputs), TensorShard.of(TINY.vocab, group, -1).cut(full(inputs))) > 1e-5:
         return f"{what}: not one process's logits: {advice}"
     return None
 
 
 def wrong_head_norms(group: dist.ProcessGroup) -> str | None:
     """Say what is wrong with the gradient of a norm of each head (Qwen3); None where nothing is."""
-    whole, split, (inputs, targets) = Transformer(HEAD_NORMS), split_model(HEAD_NORMS, group), batch_of(HEAD_NORMS)
-    loss(whole(inputs), targets).backward()
+    full, split, (inputs, targets) = Transformer(HEAD_NORMS), split_model(HEAD_NORMS, group), batch_of(HEAD_NORMS)
+    loss(full(inputs), targets).backward()
     vocabulary.vocab_parallel_cross_entropy(split(inputs), targets, group, HEAD_NORMS.vocab).backward()
     for name in ("q_norm", "k_norm"):
-        got, expected = (getattr(transformer_blocks(model)[0].attention, name).weight.grad for model in (split, whole))
+        got, expected = (getattr(transformer_blocks(model)[0].attention, name).weight.grad for model in (split, full))
         if relative_error(got, expected) > 1e-5:
             return f"a model with qk_norm: the gradient of {name} is not one process's; call share_head_norms"
     return None
@@ -208,9 +213,9 @@ def check() -> None:
         for rank, wrong in enumerate(ranks(in_groups, 2, wrong_options)):
             assert wrong is None, f"2 ranks, rank {rank}: {wrong}"
         for n, config, meta in ((2, MHA, False), (4, TINY, True)):
-            for rank, told in enumerate(ranks(in_groups, n, model_trial, config, meta)):
+            for rank, result in enumerate(ranks(in_groups, n, model_trial, config, meta)):
                 where = f"{n} ranks, {config.kv_heads} K/V heads, rank {rank}{', from the meta device' if meta else ''}"
-                judge(where, n, config, told)
+                judge(where, n, config, result)
         for rank, answers in enumerate(ranks(in_groups, 4, refusals)):
             for what, answer in zip(CANNOT, answers, strict=True):
                 where = f"rank {rank}: a model with {what}, which 4 does not divide"
@@ -218,9 +223,9 @@ def check() -> None:
                 assert answer[1], f"{where}, has changed before it is refused: call check_model first"
 
 
-def judge(where: str, n: int, config: ModelConfig, told: Told) -> None:
+def judge(where: str, n: int, config: ModelConfig, result: RankResult) -> None:
     """Judge one model on one rank."""
-    expected, got = one_process(config), told.training
+    expected, got = one_process(config), result.training
     assert np.allclose(got.losses, expected.losses, rtol=1e-5), (
         f"{where}: losses {got.losses}, one process's are {expected.losses}"
     )
@@ -235,11 +240,11 @@ def judge(where: str, n: int, config: ModelConfig, told: Told) -> None:
     )
     for name, weight in expected.weights.items():
         assert relative_error(got.weights[name], weight) < 1e-5, f"{where}: {name} is not one process's after a step"
-    assert (told.forward.calls, told.backward.calls) == (7, 5 + 4 * (n > config.kv_heads)), (
-        f"{where}: {told.forward.calls} collectives in forward, {told.backward.calls} in backward; 2 a layer, one for "
-        "the embedding or the head, 2 for the loss, 2 a layer where K/V heads have copies (project replaced?)"
+    assert (result.forward.calls, result.backward.calls) == (7, 5 + 4 * (n > config.kv_heads)), (
+        f"{where}: {result.forward.calls} collectives in forward, {result.backward.calls} in backward; 2 per layer, 1 "
+        "for the embedding or the head, 2 for the loss, 2 per layer if K/V heads have copies (project replaced?)"
     )
     enough = 4 * param_count(config, tp=n) + 4 * config.hidden * n * (2 - config.tied)
-    assert told.kept <= enough, (
-        f"{where}: the model keeps {told.kept:,} bytes; norms and its share of the rest: {enough:,}"
+    assert result.kept <= enough, (
+        f"{where}: the model keeps {result.kept:,} bytes; norms and its share of the rest: {enough:,}"
     )

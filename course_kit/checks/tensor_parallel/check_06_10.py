@@ -25,8 +25,8 @@ def check(gigabytes_sent: float) -> None:
     )
     ranks = shared(4)
     with ranks.within(20):
-        sent = ranks(in_groups, 4, sent_per_step, MHA, 2, 64)[0]
-    measured = sent / (2 * 3 / 4 * 4 * 2 * 64 * MHA.hidden)  # in all-reduces of [b, s, h] in float32
+        bytes_sent = ranks(in_groups, 4, sent_per_step, MHA, 2, 64)[0]
+    measured = bytes_sent / (2 * 3 / 4 * 4 * 2 * 64 * MHA.hidden)  # in all-reduces of [b, s, h] in float32
     scaled = measured * all_reduces(LAYERS) / all_reduces(MHA.layers) * bytes_each / 1e9
     print(
         f"measured with {MHA.layers} layers, 4 ranks: {measured:.1f} all-reduces of [b, s, h]; "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 from unittest import mock
 
 import torch
@@ -60,27 +61,32 @@ def randomness_trial(group: dist.ProcessGroup) -> tuple[dict, int]:
     group, which is the same; once more with other salts of hash(); whether they go on alike after an error, and a
     checkpoint's replay. And how many collectives.
     """
-    second, told = torch.Generator(), {}
-    of_a_gpu = {"is_initialized": lambda: True, "current_device": lambda: 0, "default_generators": (second,)}
+    second = torch.Generator()
+    result: dict[str, Any] = {}
+    of_a_gpu: dict[str, Any] = {
+        "is_initialized": lambda: True,
+        "current_device": lambda: 0,
+        "default_generators": (second,),
+    }
 
     def seed() -> None:
         torch.manual_seed(13)
         second.manual_seed(14)
 
-    with mock.patch.multiple(torch.cuda, **of_a_gpu), count_traffic() as traffic:
+    with mock.patch.multiple("torch.cuda", **of_a_gpu), count_traffic() as traffic:
         for name, of in (("first", group), ("again", None)):
             seed()
-            told[name] = drawn(of, second)
+            result[name] = drawn(of, second)
         seed()
         with mock.patch.object(regions, "hash", hash_after_restart, create=True):
-            told["restarted"] = drawn(group, second)
+            result["restarted"] = drawn(group, second)
         seed()
         torch.cat([torch.rand(500), torch.rand(500, generator=second)])
         with contextlib.suppress(ZeroDivisionError), regions.local_rng(group):
             torch.rand(7)
-            1 / 0
+            raise ZeroDivisionError
         after_error = torch.cat([torch.rand(500), torch.rand(500, generator=second)])
-        told["error"] = torch.equal(after_error, told["first"]["between"])
+        result["error"] = torch.equal(after_error, result["first"]["between"])
     dropped = nn.Dropout(0.5)
 
     def core(x: torch.Tensor) -> torch.Tensor:
@@ -90,8 +96,8 @@ def randomness_trial(group: dist.ProcessGroup) -> tuple[dict, int]:
     x = torch.ones(400, requires_grad=True)
     out = torch.utils.checkpoint.checkpoint(core, x, use_reentrant=False)
     out.sum().backward()
-    told["replay"] = torch.equal(out.detach(), grad_of(x))
-    return told, traffic.calls
+    result["replay"] = torch.equal(out.detach(), grad_of(x))
+    return result, traffic.calls
 
 
 def alike(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -105,8 +111,8 @@ def check() -> None:
     with ranks.within(20):
         answers = ranks(in_groups, 4, randomness_trial)
         of_pairs = ranks(in_groups, 2, in_group)
-    for rank, (told, calls) in enumerate(answers):
-        first = told["first"]
+    for rank, (result, calls) in enumerate(answers):
+        first = result["first"]
         assert calls == 0, f"rank {rank}: {counted(calls, 'collective')}: none is needed"
         for name in ("before", "between", "after"):
             assert alike(first[name], answers[0][0]["first"][name]) == 1, f"ranks 0 and {rank} draw differently {name}"
@@ -118,13 +124,13 @@ def check() -> None:
         for i, (name, numbers) in enumerate(drawn_so_far):
             for other, numbers_before in drawn_so_far[:i]:
                 assert alike(numbers, numbers_before) < 0.01, f"rank {rank} draws the same numbers {other} and {name}"
-            assert alike(numbers, told["again"][name]) == 1, f"rank {rank}: from the same seed, other numbers {name}"
-            assert alike(numbers, told["restarted"][name]) == 1, (
+            assert alike(numbers, result["again"][name]) == 1, f"rank {rank}: from the same seed, other numbers {name}"
+            assert alike(numbers, result["restarted"][name]) == 1, (
                 f"rank {rank}: hash() of bytes is another number after a restart, and so is what is drawn {name}: "
                 "zlib.crc32 is the same one always"
             )
-        assert told["error"], f"rank {rank}: after an error inside, it does not go on as the others do"
+        assert result["error"], f"rank {rank}: after an error inside, it does not go on as the others do"
         assert alike(of_pairs[rank], of_pairs[rank % 2]) == 1, (
             f"rank {rank}: in groups of 2 it is rank {rank % 2} of its group: take group.rank(), not the one among all"
         )
-        assert told["replay"], f"rank {rank}: a checkpoint that runs the region again draws other numbers"
+        assert result["replay"], f"rank {rank}: a checkpoint that runs the region again draws other numbers"

@@ -19,6 +19,6 @@ def check() -> None:
     for arguments, expected in RATIOS:
         got = program.all_reduce_ratio(*arguments)
         assert got is not None and abs(got - expected) < 2e-3 * expected + 1e-9, (
-            f"all_reduce_ratio{arguments}: {expected}, not {got}. Two all-reduces of e·h bytes a token, 2(N-1)/N each; "
-            "2 operations a weight and token, shared by N GPUs"
+            f"all_reduce_ratio{arguments}: {expected}, not {got}. Two all-reduces of e·h bytes per token, 2(N-1)/N "
+            "each; 2 operations per weight and token, shared by N GPUs"
         )

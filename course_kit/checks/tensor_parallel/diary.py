@@ -43,11 +43,11 @@ class Diary(TorchDispatchMode):
         name = function._schema.name.removeprefix("aten::")
         if name in self.PRODUCTS:
             self.events.append(("product", out.numel() * args[self.PRODUCTS[name]].shape[-1]))
-        given, found = (
+        given, result = (
             {t.untyped_storage()._cdata: t.untyped_storage() for t in tree_leaves(tree) if torch.is_tensor(t)}
             for tree in ((args, kwargs), out)
         )
-        self.made |= {address: storage for address, storage in found.items() if address not in given}
+        self.made |= {address: storage for address, storage in result.items() if address not in given}
         return out
 
     def all_reduce(self, tensor: torch.Tensor, *args, **kwargs):

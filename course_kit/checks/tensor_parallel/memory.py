@@ -15,7 +15,7 @@ from course_kit.labs.tensor_parallel.step import storage_bytes
 Built = TypeVar("Built")
 
 
-def kept_by(build: Callable[[], Built]) -> tuple[Built, int]:
+def retained_by(build: Callable[[], Built]) -> tuple[Built, int]:
     """Return what build() returns, and the bytes of all tensors that it leaves behind, wherever they are kept."""
 
     def tensors() -> dict[int, torch.Tensor]:
@@ -31,7 +31,8 @@ class AtOnce(TorchDispatchMode):
 
     def __init__(self, nbytes: int):
         super().__init__()
-        self.nbytes, self.alive, self.most = nbytes, {}, 0
+        self.nbytes, self.most = nbytes, 0
+        self.alive: dict = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

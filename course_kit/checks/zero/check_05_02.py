@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
+import torch.distributed as dist
 
 from course_lib.zero import shards
 
@@ -23,10 +26,12 @@ class Group:
 
 
 def check() -> None:
-    """Assert the spans of several lists of tensors on 1 to 7 ranks against the elements of each rank's piece."""
+    """Assert the spans of several lists of tensors on 1 to 7 ranks against the elements of each rank's shard."""
     for sizes in ((15, 3, 16, 3), (1, 1), (0, 5, 0), (7,), (64, 128, 64), (3, 1, 4, 1, 5, 9)):
-        for world, rank in ((world, rank) for world in (1, 2, 3, 4, 7) for rank in range(world)):
-            layout = shards.FlatLayout([torch.zeros(size) for size in sizes], Group(rank, world))
+        for world, rank in [(n, rank) for n in (1, 2, 3, 4, 7) for rank in range(n)]:
+            layout = shards.FlatLayout(
+                [torch.zeros(size) for size in sizes], cast(dist.ProcessGroup, Group(rank, world))
+            )
             mine = range(rank * layout.shard_numel, (rank + 1) * layout.shard_numel)
             for i, size in enumerate(sizes):
                 span = layout.span(i)

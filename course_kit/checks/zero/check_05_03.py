@@ -31,11 +31,11 @@ class Momentum:
 
 def stage_1_trial(group: dist.ProcessGroup, steps: int = 2) -> tuple[Tensors, Traffic, int, int, int]:
     """Return this rank's weights by name, the last step's traffic, and the elements of the optimizer's state, its calls
-    and the elements of a piece.
+    and the elements of a shard.
     """
     model, update = Transformer(TINY), Momentum()
     parameters = list(model.parameters())
-    layout = FlatLayout(parameters, group)
+    layout = FlatLayout([*parameters], group)
     values, gradient = torch.zeros(layout.padded), torch.zeros(layout.padded)
     for parameter, view in zip(parameters, layout.views(values), strict=True):
         parameter.data = view.copy_(parameter.detach())
@@ -61,13 +61,14 @@ def check() -> None:
         for rank, (weights, traffic, states, calls, shard) in enumerate(ranks(in_group, 3, stage_1_trial)[:3]):
             where = f"3 ranks, rank {rank}"
             assert calls == 2, f"{where}: update() has been called {calls} times in 2 steps"
-            assert states == shard, f"{where}: the optimizer keeps {states:,} elements; this rank's piece has {shard:,}"
-            sent = [record.collective for record in traffic.records]
-            assert sorted(sent) == ["all_gather", "reduce_scatter"], (
-                f"{where}: a step sends by {', '.join(sent) or 'nothing'}; it takes a reduce-scatter and an all-gather"
+            assert states == shard, f"{where}: the optimizer keeps {states:,} elements; this rank's shard has {shard:,}"
+            bytes_sent = [record.collective for record in traffic.records]
+            assert sorted(bytes_sent) == ["all_gather", "reduce_scatter"], (
+                f"{where}: a step sends by {', '.join(bytes_sent) or 'nothing'}; it needs "
+                "a reduce-scatter and an all-gather"
             )
             name, error = farthest(weights, expected)
             assert error < 1e-4, (
                 f"{where}: after 2 steps {name} is not one process's: the mean over the ranks of layout.group? this "
-                "rank's own piece updated, in place, before it is gathered?"
+                "rank's shard updated, in place, before it is gathered?"
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from course_kit.typed import world
 from course_lib.collectives.traffic import Traffic, count_traffic
 from course_lib.zero import shards
 
@@ -16,21 +17,23 @@ def norm_trial(
     changed; what was sent; and the expected norm.
     """
     rank, world = dist.get_rank(group), dist.get_world_size(group)
-    whole = [torch.arange(1.0, 13), torch.full((36,), 0.37), torch.tensor([7.0]), torch.arange(6.0)]
-    whole = [tensor.to(dtype) for tensor in whole]
-    parts = [(tensor.tensor_split(world)[rank], group) for tensor in whole[:2]]
-    parts += [(whole[2] if rank in (0, 2) else whole[2][:0], half), (whole[3], None)]
+    full = [torch.arange(1.0, 13), torch.full((36,), 0.37), torch.tensor([7.0]), torch.arange(6.0)]
+    full = [tensor.to(dtype) for tensor in full]
+    parts: list[tuple[torch.Tensor, dist.ProcessGroup | None]] = [
+        (tensor.tensor_split(world)[rank], group) for tensor in full[:2]
+    ]
+    parts += [(full[2] if rank in (0, 2) else full[2][:0], half), (full[3], None)]
     before = [part.clone() for part, _ in parts]
     with count_traffic() as traffic:
         norm = shards.global_norm(parts)
     changed = [i for i, (part, _) in enumerate(parts) if not torch.equal(part, before[i])]
-    return norm, changed, traffic, torch.cat(whole).float().norm().item()
+    return norm, changed, traffic, torch.cat(full).float().norm().item()
 
 
 def norms_on_ranks(*dtypes: torch.dtype) -> list[tuple]:
     """Return what norm_trial returns on this rank, for each dtype."""
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    return [norm_trial(dist.group.WORLD, halves[dist.get_rank() // 2], dtype) for dtype in dtypes]
+    return [norm_trial(world(), halves[dist.get_rank() // 2], dtype) for dtype in dtypes]
 
 
 def check() -> None:
@@ -40,8 +43,8 @@ def check() -> None:
     ranks, dtypes = shared(4), (torch.float32, torch.bfloat16)
     with ranks.within(20):
         outcomes = zip(*ranks(norms_on_ranks, *dtypes), strict=True)
-    for dtype, told in zip(dtypes, outcomes, strict=True):
-        for rank, (norm, changed, traffic, expected) in enumerate(told):
+    for dtype, result in zip(dtypes, outcomes, strict=True):
+        for rank, (norm, changed, traffic, expected) in enumerate(result):
             where = f"{dtype}, rank {rank}"
             assert not changed, f"{where}: gradient {changed[0]} has changed"
             assert torch.is_tensor(norm) and norm.dtype == torch.float32 and norm.dim() == 0, (

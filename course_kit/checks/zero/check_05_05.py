@@ -12,15 +12,15 @@ def check(diagnose: Callable[[list[list[float]], list[list[float]]], str | None]
     from course_kit.ranks import shared
 
     for number, (fault, run) in enumerate(zip(FAULTS, clipped_runs(shared(4)), strict=True)):
-        pieces, used = ([rank[name] for rank, _ in run] for name in ("shard", "used"))
-        answer = diagnose(pieces, used)
+        shards, used = ([rank[name] for rank, _ in run] for name in ("shard", "used"))
+        answer = diagnose(shards, used)
         assert answer == (fault or "right"), f"run {number}: {answer!r} is not what its ranks have clipped by"
         steps = [[2.0 * x for x in rank] for rank in used]
-        assert diagnose(pieces, steps) is None, (
+        assert diagnose(shards, steps) is None, (
             f"run {number}, norms twice as large: they fit no explanation, so the answer is None"
         )
         spoiled = [list(rank) for rank in used]
         spoiled[3][-1] *= 1.01
-        answer = diagnose(pieces, spoiled)
+        answer = diagnose(shards, spoiled)
         assert answer is None, f"run {number}, but rank 3 is 1% off in its last step: None, not {answer!r}"
-    assert diagnose([[3.0], [4.0]], [[5.0], [5.0]]) == "right", "two ranks with pieces of norm 3 and 4: 5 is right"
+    assert diagnose([[3.0], [4.0]], [[5.0], [5.0]]) == "right", "two ranks with shards of norm 3 and 4: 5 is right"

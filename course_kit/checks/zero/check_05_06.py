@@ -31,7 +31,7 @@ def buffer_trial(group: dist.ProcessGroup) -> tuple:
     """
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((5, 3), (2,), (), (4, 4))]
-    layout = FlatLayout(parameters, group)
+    layout = FlatLayout([*parameters], group)
     buffer, shard = torch.full((layout.padded + 8,), torch.nan), torch.full((layout.shard_numel,), torch.nan)
     gradients, memory = GradientBuffer(parameters, layout), []
     gradients.attach(buffer)
@@ -39,19 +39,19 @@ def buffer_trial(group: dist.ProcessGroup) -> tuple:
         parameters[number].grad = torch.full_like(parameters[number], rank + number + 1.0)
         memory.append((number, grad_of(parameters[number]).untyped_storage()._weak_ref()))
         gradients.store(parameters[number])
-    kept = [i for i, parameter in enumerate(parameters) if parameter.grad is not None]
-    kept += [number for number, storage in memory if not torch.UntypedStorage._expired(storage)]
+    saved = [i for i, parameter in enumerate(parameters) if parameter.grad is not None]
+    saved += [number for number, storage in memory if not torch.UntypedStorage._expired(storage)]
     with SizesFit(), count_traffic() as traffic, noted_waits() as waits:
         work = gradients.send(shard)
     returns_work = hasattr(work, "wait")
     if returns_work:
         work.wait()
-    whole = torch.empty(layout.padded)
-    all_gather_into_tensor(whole, shard, group=group)
-    sums, padding = [view.flatten().tolist() for view in layout.views(whole)], whole[layout.numel :].tolist()
+    full = torch.empty(layout.padded)
+    all_gather_into_tensor(full, shard, group=group)
+    sums, padding = [view.flatten().tolist() for view in layout.views(full)], full[layout.numel :].tolist()
     expected = [sum(2.0 * (r + 1) for r in range(world)), sum(r + 2.0 for r in range(world)), 0.0, 4.0]
     is_guarded = buffer[layout.padded :].isnan().all().item()
-    return kept, len(waits), returns_work, traffic, sums, expected, padding, is_guarded
+    return saved, len(waits), returns_work, traffic, sums, expected, padding, is_guarded
 
 
 def check() -> None:
@@ -61,17 +61,19 @@ def check() -> None:
     ranks = shared(4)
     with ranks.within(20):
         outcomes = ranks(in_group, 3, buffer_trial)[:3]
-    for rank, found in enumerate(outcomes):
-        kept, waits, returns_work, traffic, sums, expected, padding, is_guarded = found
+    for rank, result in enumerate(outcomes):
+        saved, waits, returns_work, traffic, sums, expected, padding, is_guarded = result
         where = f"3 ranks, rank {rank}"
-        assert not kept, (
-            f"{where}: after store() a gradient of parameter {kept[0]} is still in memory: .grad becomes None, and "
+        assert not saved, (
+            f"{where}: after store() a gradient of parameter {saved[0]} is still in memory: .grad becomes None, and "
             "nothing else may refer to it"
         )
         assert returns_work, f"{where}: send() returns the work, to wait for later: async_op=True"
         assert waits == 0, f"{where}: send() waits; backward should go on meanwhile"
-        sent = [record.collective for record in traffic.records]
-        assert sent == ["reduce_scatter"], f"{where}: send() sends by {sent}; one reduce-scatter, nothing else"
+        bytes_sent = [record.collective for record in traffic.records]
+        assert bytes_sent == ["reduce_scatter"], (
+            f"{where}: send() sends by {bytes_sent}; one reduce-scatter, nothing else"
+        )
         for i, (got, want) in enumerate(zip(sums, expected, strict=True)):
             wrong = [value for value in got if value != want]
             assert not wrong, f"{where}: the sum for parameter {i} is {wrong[0]}, not {want} ({HINTS[i]})"

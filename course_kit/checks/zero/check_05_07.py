@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 
 from course_lib.zero.optimizer_shards import BufferPool
@@ -11,7 +13,8 @@ class Sent:
     """A bucket that is being sent, and notes when it is collected."""
 
     def __init__(self, name: int | str, pool: BufferPool, log: list):
-        self.name, self.pool, self.log, self.buffer, self.collected = name, pool, log, None, 0
+        self.name, self.pool, self.log, self.collected = name, pool, log, 0
+        self.buffer: torch.Tensor | None = None
 
     def collect(self) -> None:
         """Give the buffer back; it may be called twice."""
@@ -25,8 +28,10 @@ class Sent:
 
 def check_in_turn() -> None:
     """Assert that six buckets, each sent once it is full, take the two buffers of __init__ in turn."""
-    pool, log = BufferPool(10, torch.zeros(0, dtype=torch.bfloat16)), []
-    at_first, being_sent = {buffer.data_ptr() for buffer in pool.free}, []
+    pool = BufferPool(10, torch.zeros(0, dtype=torch.bfloat16))
+    log: list[int] = []
+    at_first = {buffer.data_ptr() for buffer in pool.free}
+    being_sent: list[Sent] = []
     for number in range(6):
         bucket = Sent(number, pool, log)
         bucket.buffer = pool.take()
@@ -39,7 +44,7 @@ def check_in_turn() -> None:
             f"bucket {number} takes a buffer, collected so far: {log}; the oldest, and only if none is free"
         )
         assert bucket.buffer.data_ptr() in at_first, f"bucket {number} has a new buffer: the two of __init__ are enough"
-        pool.sending.append(bucket)
+        pool.sending.append(cast(Any, bucket))
         being_sent.append(bucket)
 
 
@@ -59,7 +64,7 @@ def check() -> None:
         pool.give_back(buffer)
     assert len(pool.free) == 2, f"of four buffers that came back {len(pool.free)} are kept; two are enough"
     done, last = Sent("done", pool, []), Sent("last", pool, [])
-    pool.sending.extend([done, last])
+    pool.sending.extend(cast(Any, [done, last]))
     last.buffer = pool.take()
     assert len(pool.sending) == 2, "a buffer is free: no bucket has to be collected"
     pool.take()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from course_kit.checks.zero.comparing import ONE_LAYER, one_process, told_of
+from course_kit.checks.zero.comparing import ONE_LAYER, one_process, results_of
 from course_kit.labs.zero import batch_of, farthest, storage_bytes
 from course_lib.collectives.traffic import count_traffic
 from course_lib.single_gpu.model import ModelConfig, Transformer, loss
@@ -14,7 +16,11 @@ from course_lib.zero import ZeroOptimizer
 
 MOMENTUM = torch.optim.SGD, {"lr": 0.5, "momentum": 0.9}
 ADAM = torch.optim.AdamW, {"lr": 0.01, "betas": (0.7, 0.8), "eps": 1e-3, "weight_decay": 0.3}
-CASES = (1, True, 4, MOMENTUM), (2, True, 3, ADAM), (1, False, 4, MOMENTUM)  # stage, with a module, ranks, optimizer
+CASES: tuple[tuple[int, bool, int, tuple[type[torch.optim.Optimizer], dict]], ...] = (
+    (1, True, 4, MOMENTUM),
+    (2, True, 3, ADAM),
+    (1, False, 4, MOMENTUM),
+)  # stage, with a module, ranks, optimizer
 Event = tuple[str, int]  # a method and the number of its bucket
 
 
@@ -22,11 +28,10 @@ def note_calls(zero: ZeroOptimizer, log: list[Event]) -> None:
     """Have the shards and the optimizer of `zero` note their calls in `log`."""
     for number, shard in enumerate([*zero.shards, zero.optimizer]):
         for name in ("set_grad", "gather", "wait") if shard is not zero.optimizer else ("step",):
+            method = getattr(shard, name)
 
-            def noted(*args, name=name, number=number, shard=shard, method=getattr(shard, name)):
-                if (
-                    name != "wait" or shard.work is not None and log[-1:] != [("set_grad", number)]
-                ):  # not set_grad's own
+            def noted(*args, name=name, number=number, shard=shard, method=method):
+                if name != "wait" or shard.work is not None and log[-1:] != [("set_grad", number)]:  # not that of take
                     log.append((name, number))
                 return method(*args)
 
@@ -51,7 +56,8 @@ def zero_trial(
     given = model if as_module else list(model.parameters())
     zero = ZeroOptimizer(given, optimizer_cls, group, stage, bucket_mb=0.02, **settings)
     inputs, targets = batch_of(dist.get_rank(group), config)
-    log, norms, early = [], [], []
+    log: list[Event] = []
+    norms, early = [], []
     note_calls(zero, log)
     for _ in range(steps):
         zero.zero_grad()
@@ -70,8 +76,8 @@ def zero_trial(
 
 def check_order(where: str, order: list[Event], buckets: int, as_module: bool) -> None:
     """Assert the order of a step: all gradients, one update, gathers from the last bucket on, and who waits."""
-    words = [f"{name} {k}" for name, k in order]
-    shown, rest = ", ".join(words), ", ".join(word for word in words if not word.startswith("set_grad"))
+    events = [f"{name} {k}" for name, k in order]
+    shown, rest = ", ".join(events), ", ".join(word for word in events if not word.startswith("set_grad"))
     work = [event for event in order if event[0] != "wait"]
     names = [name for name, _ in work]
     for name in ("set_grad", "gather"):
@@ -100,25 +106,25 @@ def check() -> None:
     """Assert order, weights, norms, states and bytes sent, in stages 1 and 2, with a module and without."""
     from course_kit.ranks import shared
 
-    cases = [(n, zero_trial, stage, as_module, *chosen) for stage, as_module, n, chosen in CASES]
+    cases = [(n, zero_trial, stage, as_module, *selected) for stage, as_module, n, selected in CASES]
     with shared(4).within(20):
-        for (stage, as_module, n, chosen), outcome in zip(CASES, told_of(cases[:1], cases[1:]), strict=True):
-            expected, norms = one_process(n, config=ONE_LAYER, optimizer_cls=chosen[0], **chosen[1])
+        for (stage, as_module, n, selected), outcome in zip(CASES, results_of(cases[:1], cases[1:]), strict=True):
+            expected, norms = one_process(n, config=ONE_LAYER, optimizer_cls=cast(Any, selected[0]), **selected[1])
             elements = sum(w.numel() for w in expected.values())
-            for rank, found in enumerate(outcome):
-                weights, got, traffic, order, early, states, buckets = found
-                where = f"stage {stage}, {n} ranks, {chosen[0].__name__}, rank {rank}"
+            for rank, result in enumerate(outcome):
+                weights, got, traffic, order, early, states, buckets = result
+                where = f"stage {stage}, {n} ranks, {selected[0].__name__}, rank {rank}"
                 check_order(where, order, buckets, as_module)
                 name, error = farthest(weights, expected)
                 assert error < 1e-4, (
                     f"{where}: after 2 steps {name} is not one process's: each bucket's own gradient? The optimizer "
-                    f"that is asked for, with all its settings ({', '.join(chosen[1])})?"
+                    f"that is asked for, with all its settings ({', '.join(selected[1])})?"
                 )
                 assert np.allclose(got, norms, rtol=1e-4), f"{where}: the norms are {got}, one process has {norms}"
                 assert early[-1] == buckets, (
                     f"{where}: {early[-1]} of {buckets} reduce-scatters have started when backward ends"
                 )
-                each = 4 * elements * (2 if chosen is ADAM else 1)  # AdamW has two states
+                each = 4 * elements * (2 if selected is ADAM else 1)  # AdamW has two states
                 assert states < 1.1 * each / n + 64 * buckets, f"{where}: states of {states:,} bytes, more than 1/{n}"
                 all_reduce = 2 * (n - 1) / n * 4 * elements
                 assert abs(traffic.bytes / all_reduce - 1) < 0.01, (

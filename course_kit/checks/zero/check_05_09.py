@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from course_kit.checks.watchers import SizesFit
-from course_kit.checks.zero.comparing import noted_waits, told_of
+from course_kit.checks.zero.comparing import noted_waits, results_of
 from course_kit.labs.zero import storage_bytes
+from course_kit.typed import override
 from course_lib.collectives.traffic import Traffic, count_traffic
 from course_lib.zero.sharded_parameters import Encoding, GatheredBuffer
 from course_lib.zero.shards import FlatLayout
@@ -34,7 +36,8 @@ class UnderWay:
     """A work that notes how many bytes there are to write to when it is waited for."""
 
     def __init__(self, size: Callable[[], int]):
-        self.size, self.waited = size, []
+        self.size = size
+        self.waited: list = []
 
     def wait(self) -> None:
         """Note the size."""
@@ -46,9 +49,9 @@ def gather_trial(group: dist.ProcessGroup, dtype: torch.dtype, encoding: Encodin
     elements that other ranks have.
     """
     world = dist.get_world_size(group)
-    whole = torch.arange(30.0).view(5, 6) / 8
-    layout = FlatLayout([whole], group)
-    shard = layout.shard_of([whole])
+    full = torch.arange(30.0).view(5, 6) / 8
+    layout = FlatLayout([full], group)
+    shard = layout.shard_of([full])
     buffer = GatheredBuffer(layout, shard, dtype, encoding)
     weight = nn.Parameter(layout.views(buffer.values.data)[0])
 
@@ -60,35 +63,37 @@ def gather_trial(group: dist.ProcessGroup, dtype: torch.dtype, encoding: Encodin
         return storage_bytes(tensors) - shard.nbytes
 
     buffer.free()
-    told = {"expected": whole.to(dtype), "left": [kept()]}
+    left = [kept()]
+    result: dict[str, Any] = {"expected": full.to(dtype), "left": left}
     with SizesFit(), count_traffic() as traffic, noted_waits() as waits:
         buffer.gather()
-        told["waits in gather"], told["size"] = len(waits), size()
+        result["waits in gather"], result["size"] = len(waits), size()
         buffer.gather()
-        told["work"], told["gathered"] = buffer.work is not None, buffer.gathered
+        result["work"], result["gathered"] = buffer.work is not None, buffer.gathered
         assert encoding is None or buffer.payloads is not None, "wait() wants to decode self.payloads: gather those"
         buffer.wait()
-        told["values"] = weight.detach().clone() if size() else torch.empty(0)
+        result["values"] = weight.detach().clone() if size() else torch.empty(0)
         x = torch.ones(2, 5, dtype=dtype, requires_grad=True)
         out = (x @ weight).square().sum() if size() else x.sum()
         buffer.free()
-        told["left"].append(kept())
+        left.append(kept())
         buffer.gather()
         buffer.wait()
-        told["size again"] = size()
+        result["size again"] = size()
         if size():
             out.backward()
         buffer.free()
         buffer.gather()
         buffer.wait()
-        buffer.work = under_way = UnderWay(size)  # as if it were not over yet
+        under_way = UnderWay(size)  # as if it were not over yet
+        override(buffer, work=under_way)
         buffer.payloads = None if encoding is None else encoding.encode(shard).repeat(world)
         buffer.free()
-        told["waited"], told["unfinished"] = under_way.waited, buffer.work is not None
+        result["waited"], result["unfinished"] = under_way.waited, buffer.work is not None
     reference = torch.ones(2, 5, dtype=dtype, requires_grad=True)
-    (reference @ told["expected"]).square().sum().backward()
-    told["gradient"], told["reference"] = x.grad if x.grad is not None else torch.empty(0), reference.grad
-    return told, traffic, layout.shard_numel * (world - 1)
+    (reference @ cast(torch.Tensor, result["expected"])).square().sum().backward()
+    result["gradient"], result["reference"] = x.grad if x.grad is not None else torch.empty(0), reference.grad
+    return result, traffic, layout.shard_numel * (world - 1)
 
 
 def check() -> None:
@@ -97,37 +102,38 @@ def check() -> None:
 
     cases = [(n, gather_trial, *kind) for n, *kind in CASES]
     with shared(4).within(20):
-        for (n, dtype, encoding), outcome in zip(CASES, told_of(cases[:1], cases[1:]), strict=True):
-            for rank, (told, traffic, others) in enumerate(outcome):
+        for (n, dtype, encoding), outcome in zip(CASES, results_of(cases[:1], cases[1:]), strict=True):
+            for rank, (result, traffic, others) in enumerate(outcome):
                 where = f"{n} ranks, {dtype}{', with an encoding' * (encoding is not None)}, rank {rank}"
-                left = max(told["left"])
+                left = max(result["left"])
                 assert left == 0, (
                     f"{where}: after free() there are still {left} bytes, beside the shard: resize the storage"
                 )
-                assert told["size"] > 0, (
+                assert result["size"] > 0, (
                     f"{where}: gather() has claimed no memory for self.values and what are views of it"
                 )
-                assert told["waits in gather"] == 0, f"{where}: gather() waits: it only starts"
-                assert told["work"], f"{where}: self.work is the all-gather under way: wait() needs it"
-                assert told["gathered"] is True, f"{where}: set self.gathered"
-                assert told["size again"] > 0, (
+                assert result["waits in gather"] == 0, f"{where}: gather() waits: it only starts"
+                assert result["work"], f"{where}: self.work is the all-gather under way: wait() needs it"
+                assert result["gathered"] is True, f"{where}: set self.gathered"
+                assert result["size again"] > 0, (
                     f"{where}: gathered, freed, gathered again: no memory. free() unsets self.gathered"
                 )
-                assert torch.equal(told["values"], told["expected"]), (
+                assert torch.equal(result["values"], result["expected"]), (
                     f"{where}: the gathered values are not those of all shards"
                 )
-                assert torch.equal(told["gradient"], told["reference"]), (
+                assert torch.equal(result["gradient"], result["reference"]), (
                     f"{where}: backward has not found the right weights"
                 )
-                assert told["waited"] and min(told["waited"]) > 0 and not told["unfinished"], (
+                assert result["waited"] and min(result["waited"]) > 0 and not result["unfinished"], (
                     f"{where}: free() first waits for an all-gather that is under way: it must not write where no "
                     "memory is"
                 )
-                sent = [record.collective for record in traffic.records]
-                assert sent == 3 * ["all_gather"], (
-                    f"{where}: three all-gathers; you: {', '.join(sent) or 'none'}. Gathered already means do nothing"
+                bytes_sent = [record.collective for record in traffic.records]
+                assert bytes_sent == 3 * ["all_gather"], (
+                    f"{where}: three all-gathers; you: {', '.join(bytes_sent) or 'none'}. "
+                    "If gathered already, do nothing"
                 )
                 width = 2 if encoding or dtype == torch.bfloat16 else 4
                 assert traffic.bytes == 3 * width * others, (
-                    f"{where}: {traffic.bytes} bytes sent, not {3 * width * others}: {width} an element should travel"
+                    f"{where}: {traffic.bytes} bytes sent, not {3 * width * others}: {width} per element should travel"
                 )

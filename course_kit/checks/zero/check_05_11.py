@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any, cast
+
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from course_kit.checks.watchers import late_results
-from course_kit.checks.zero.comparing import ONE_LAYER, one_process, told_of
+from course_kit.checks.zero.comparing import ONE_LAYER, one_process, results_of
 from course_kit.labs.zero import batch_of, farthest, storage_bytes
+from course_kit.typed import transformer_blocks
 from course_lib.collectives.traffic import count_traffic
 from course_lib.single_gpu.model import ModelConfig, Transformer, init_parameter, loss
 from course_lib.zero import full_state_dict, fully_shard
@@ -46,22 +50,23 @@ class Noting(FSDPUnit):
         self.log.append(f"reduce {self.name}")
 
 
-def backward_log(order: list[int], ran: tuple[int, ...] = (0, 1, 2)) -> tuple[list[str], list]:
+def backward_log(order: list[int], executed: tuple[int, ...] = (0, 1, 2)) -> tuple[list[str], list]:
     """Return what happens to units 0, 1, 2 when their backwards begin in this order, and the units in self.unreduced.
 
     ran: the units of the last forward, in order.
     """
-    log = []
-    units = [Noting(number, log) for number in range(3)]
-    sharded = FullyShard(nn.Module(), None, units, Noting("root", log), None)
-    sharded.forward_order = [units[number] for number in ran]
+    log: list[str] = []
+    units: list[Any] = [Noting(number, log) for number in range(3)]
+    sharded = FullyShard(nn.Module(), cast(Any, None), units, cast(Any, Noting("root", log)), None)
+    sharded.forward_order = [units[number] for number in executed]
     for number in order:
         try:
             sharded.pre_backward(units[number])
         except (ValueError, IndexError) as error:
-            where = f"the backward of unit {number} begins, self.forward_order has units {list(ran)}"
+            where = f"the backward of unit {number} begins, self.forward_order has units {list(executed)}"
             raise AssertionError(f"{where}: {type(error).__name__}, {error}; a unit may be missing there") from None
-    return log, [unit.name for unit in sharded.unreduced]
+    unreduced: Iterable[Any] = sharded.unreduced
+    return log, [unit.name for unit in unreduced]
 
 
 def check_log() -> None:
@@ -91,7 +96,7 @@ def check_log() -> None:
     assert log.count("gather 2") == 1, (
         f"unit 2 is gathered once; nothing comes before unit 0 in self.forward_order: {log}"
     )
-    log, _ = backward_log([2, 1], ran=(0, 1))
+    log, _ = backward_log([2, 1], executed=(0, 1))
     assert log[:2] == ["gather 2", "wait 2"], (
         f"unit 2 is not in self.forward_order, so there is nothing to prefetch: {log}"
     )
@@ -110,14 +115,14 @@ def stage_3_trial(
     with torch.device("meta"):
         model = Transformer(config)
     sharded = fully_shard(model, group, init=lambda name, tensor: init_parameter(name, tensor, config))
-    optimizer, norms, whole = torch.optim.SGD(sharded.parameters(), 0.5, momentum=0.9), [], []
+    optimizer, norms, full = torch.optim.SGD(sharded.parameters(), 0.5, momentum=0.9), [], []
     inputs, targets = batch_of(dist.get_rank(group), config)
 
     def count(*_) -> None:
         buffers = [part.buffer.values for unit in sharded.units for part in unit.flat_params]
-        whole.append(sum(buffer.untyped_storage().nbytes() > 0 for buffer in buffers))
+        full.append(sum(buffer.untyped_storage().nbytes() > 0 for buffer in buffers))
 
-    for block in model.blocks:
+    for block in transformer_blocks(model):
         block.mlp.register_forward_pre_hook(count)
         block.mlp.register_full_backward_pre_hook(count)
     for _ in range(steps):
@@ -132,7 +137,7 @@ def stage_3_trial(
     tensors = [*sharded.parameters(), *(p.grad for p in sharded.parameters())]
     tensors += [v for s in optimizer.state.values() for v in s.values() if torch.is_tensor(v)]
     tensors += [p.buffer.values for u in [*sharded.units, sharded.root] for p in u.flat_params]
-    return full_state_dict(sharded), norms, traffic, max(whole), storage_bytes(tensors), forgotten
+    return full_state_dict(cast(FullyShard, sharded)), norms, traffic, max(full), storage_bytes(tensors), forgotten
 
 
 def check() -> None:
@@ -142,10 +147,10 @@ def check() -> None:
     check_log()
     cases = [(n, stage_3_trial, *how) for n, *how in CASES]
     with shared(4).within(20):
-        for (n, micro_batches, config), outcome in zip(CASES, told_of(cases), strict=True):
+        for (n, micro_batches, config), outcome in zip(CASES, results_of(cases), strict=True):
             expected, norms = one_process(n, config=config)
             elements = sum(w.numel() for w in expected.values())
-            for rank, (weights, got, traffic, whole, kept, forgotten) in enumerate(outcome):
+            for rank, (weights, got, traffic, full, saved, forgotten) in enumerate(outcome):
                 where = f"{n} ranks, {micro_batches} micro-batches{', tied embeddings' * config.tied}, rank {rank}"
                 assert not forgotten, (
                     f"{where}: after finish() {len(forgotten)} transfers were never waited for: "
@@ -159,7 +164,7 @@ def check() -> None:
                 assert config.tied or calls == 9 * micro_batches, (
                     f"{where}: {calls} all-gathers; 5 units make 9 for each micro-batch"
                 )
-                assert whole <= 2, f"{where}: {whole} units are whole at a time; two are enough"
-                assert config.tied or kept < 1.05 * 12 * elements / n + 1000, (
-                    f"{where}: {kept:,} bytes kept between steps; 1/{n} is {12 * elements // n:,}"
+                assert full <= 2, f"{where}: {full} units are whole at a time; two are enough"
+                assert config.tied or saved < 1.05 * 12 * elements / n + 1000, (
+                    f"{where}: {saved:,} bytes kept between steps; 1/{n} is {12 * elements // n:,}"
                 )

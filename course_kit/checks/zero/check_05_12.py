@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from course_lib.zero.defragmentation import Arena
@@ -10,7 +12,7 @@ from course_lib.zero.defragmentation import Arena
 def holes_between(taken: dict[int, int], nbytes: int) -> list[tuple[int, int]]:
     """Return the holes of an arena with these blocks (sizes by address)."""
     used = {address for start, size in taken.items() for address in range(start, start + size, 512)}
-    holes = []
+    holes: list[tuple[int, int]] = []
     for address in range(0, nbytes, 512):
         if address not in used and holes and holes[-1][1] == address:
             holes[-1] = (holes[-1][0], address + 512)
@@ -23,32 +25,35 @@ def follow(steps: list[int], nbytes: int, where: str) -> Arena:
     """Return an arena of nbytes after some steps: each takes as many bytes as it says, or gives back what step number
     -step has taken. Assert addresses and holes after each.
     """
-    arena, taken, addresses = Arena(nbytes), {}, []
+    arena = Arena(nbytes)
+    taken: dict[int, int] = {}
+    addresses: list[Any] = []  # of blocks; "MemoryError"; None for a step that gives a block back
     for step in steps:
         before = holes_between(taken, nbytes)
         if step > 0:
             size, word = -(-step // 512) * 512, f"take({step})"
             fitting = [(end - start, start) for start, end in before if end - start >= size]
-            expected, found = min(fitting, default=(0, "MemoryError"))[1], "MemoryError"
+            expected: Any = min(fitting)[1] if fitting else "MemoryError"
+            result: Any = "MemoryError"
             none = f"{where}: {word}, holes {before}: none is large enough, so raise self.no_hole(size)"
             try:
-                found = arena.take(step)
+                result = arena.take(step)
             except MemoryError:
                 pass
             except ValueError as error:
                 assert fitting, f"{none}; your code raised ValueError: {error}"
                 raise
-            assert fitting or found == expected, f"{none}; you return {found}"
-            assert found is not None, f"{where}: {word} returns nothing: return the block's address"
-            assert found == expected, f"{where}: {word}, holes {before}: {found}, not {expected}: is it the best fit?"
-            taken |= {found: size} if fitting else {}
+            assert fitting or result == expected, f"{none}; you return {result}"
+            assert result is not None, f"{where}: {word} returns nothing: return the block's address"
+            assert result == expected, f"{where}: {word}, holes {before}: {result}, not {expected}: is it the best fit?"
+            taken |= {result: size} if fitting else {}
         else:
-            found, address = None, addresses[-step]
+            result, address = None, addresses[-step]
             word = f"give_back({address})"
             if address in taken:  # not where there was a MemoryError
                 arena.give_back(address)
                 del taken[address]
-        addresses.append(found)
+        addresses.append(result)
         after, empty = holes_between(taken, nbytes), [hole for hole in arena.holes if hole[0] == hole[1]]
         assert not empty, f"{where}: after {word} there is a hole of no bytes, {empty[0]}: the block has filled it"
         assert arena.holes == after, (
@@ -66,13 +71,14 @@ def check() -> None:
     follow([1024, 512, 1024, 512, 0, -2, 2048, 1024, 512], 3072, "enough in sum, not in a row")
     generator = torch.Generator().manual_seed(5)
     for trace in range(6):
-        steps, alive = [], []
+        steps: list[int] = []
+        alive: list[int] = []
         for number in range(80):
-            come, chosen = torch.randint(3000, (2,), generator=generator).tolist()
+            come, selected = torch.randint(3000, (2,), generator=generator).tolist()
             if alive and come < 1300:
-                steps.append(-alive.pop(chosen % len(alive)))
+                steps.append(-alive.pop(selected % len(alive)))
             else:
-                steps.append(1 + chosen)
+                steps.append(1 + selected)
                 alive.append(number)
         arena = follow(steps, 2**14, f"random trace {trace}")
         for unknown in (256, -512):

@@ -17,5 +17,5 @@ def check() -> None:
         got = full_sharding.gather_ratio(tokens, dp, bandwidth, 989.5e12, param_bytes)
         assert got is not None and abs(got - expected) < 2e-3 * expected + 1e-9, (
             f"{tokens} tokens, {dp} GPUs, {bandwidth / 1e9:.0f} GB/s, {param_bytes} bytes: {expected}, not {got}. For "
-            "each parameter: (N-1)/N of its bytes over bandwidth, and 2 operations a token over peak"
+            "each parameter: (N-1)/N of its bytes over bandwidth, and 2 operations per token over peak"
         )

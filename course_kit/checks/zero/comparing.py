@@ -1,4 +1,4 @@
-"""What several checks of notebook 05 compare with, and how they ask ranks: one process, cases in groups of ranks."""
+"""References of several checks of notebook 05, and the questions to ranks: one process, cases in groups of ranks."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from course_kit.labs.zero import TINY, batch_of, in_group
+from course_kit.typed import override
 from course_lib.single_gpu.model import ModelConfig, Transformer, loss
 
 ONE_LAYER = dataclasses.replace(TINY, layers=1)
@@ -43,28 +44,33 @@ def one_process(
 
 
 def each_case(cases: list[tuple]) -> list:
-    """Return, on a rank, what in_group returns for each case (n, function, *args)."""
+    """Return, on a rank, the result of in_group for each case (n, function, *args)."""
     return [in_group(*case) for case in cases]
 
 
-def told_of(*calls: list[tuple]) -> Iterator[list]:
-    """Yield what the n ranks return in each case (n, function, *args); one call of the ranks for each list of cases.
+def results_of(*calls: list[tuple]) -> Iterator[tuple]:
+    """Yield the n ranks' results of each case (n, function, *args), with one call of the ranks for each list of cases.
 
-    Each call is made when it is asked for: what the first one shows to be wrong is not tried in the others.
+    The calls are lazy: an error in the first call saves the time of the later ones.
     """
     from course_kit.ranks import shared
 
     for cases in calls:
-        told = zip(*shared(4)(each_case, cases), strict=True)
-        yield from (of_ranks[:n] for (n, *_), of_ranks in zip(cases, told, strict=True))
+        result = zip(*shared(4)(each_case, cases), strict=True)
+        yield from (of_ranks[:n] for (n, *_), of_ranks in zip(cases, result, strict=True))
 
 
 @contextlib.contextmanager
 def noted_waits() -> Iterator[list[dist.Work]]:
     """Yield the works that are waited for inside, on a rank."""
     waits, wait = [], dist.Work.wait
-    dist.Work.wait = lambda work, *rest: waits.append(work) or wait(work, *rest)
+
+    def noted(work: dist.Work, *rest) -> bool:
+        waits.append(work)
+        return wait(work, *rest)
+
+    override(dist.Work, wait=noted)
     try:
         yield waits
     finally:
-        dist.Work.wait = wait
+        override(dist.Work, wait=wait)

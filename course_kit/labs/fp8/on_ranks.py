@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,7 @@ from course_lib.fp8.program import apply_fp8
 from course_lib.fp8.quantizers import Quantizer
 from course_lib.fp8.recipes import RECIPES, by_blocks, per_tensor
 from course_lib.single_gpu import model as plain_model
-from course_lib.single_gpu.model import ModelConfig, Transformer
+from course_lib.single_gpu.model import MLP, ModelConfig, Transformer
 from course_lib.tensor_parallel.model import apply_tensor_parallel
 from course_lib.zero.sharded_models import fully_shard
 
@@ -33,7 +34,7 @@ def split_gradients(config: ModelConfig, share_amax: bool | None, tokens: torch.
             quantizer.splits = ()
     loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
     loss.backward()
-    return loss.item(), grad_of(transformer_blocks(model)[0].mlp.up_proj.weight)
+    return loss.item(), grad_of(cast(MLP, transformer_blocks(model)[0].mlp).up_proj.weight)
 
 
 def sharded_losses(

@@ -11,7 +11,7 @@ from torch import nn
 
 from course_kit.labs.fp8.errors import Storage
 from course_kit.labs.fp8.models import MEDIUM, Batch, tokens, trained_model
-from course_kit.typed import transformer_blocks
+from course_kit.typed import override, transformer_blocks
 from course_lib.fp8.delayed_scaling import update_scales
 from course_lib.fp8.operands import Casts
 from course_lib.fp8.program import apply_fp8
@@ -19,7 +19,7 @@ from course_lib.fp8.recipe_optimizer import RecipeOptimizer
 from course_lib.fp8.recipes import RECIPES, Recipe
 from course_lib.single_gpu import model as plain_model
 from course_lib.single_gpu.data import TokenBatches
-from course_lib.single_gpu.model import PRESETS, Transformer, swiglu
+from course_lib.single_gpu.model import MLP, PRESETS, Transformer, swiglu
 from course_lib.single_gpu.training import adamw, train_step
 
 IN_BF16, SPIKE_AT = 40, 4  # steps before the switch to FP8; the step of the spike after it
@@ -81,8 +81,9 @@ def trap_curve(storage: Storage, rate: float, steps: int = 64) -> list[float]:
 def jump(model: nn.Module, channels: int, factor: float = 2.0**10) -> None:
     """Make channels between up and down larger from now on; the model's function stays."""
     for block in transformer_blocks(model):
-        block.mlp.up_proj.weight[:channels] *= factor
-        block.mlp.down_proj.weight[:, :channels] /= factor
+        mlp = cast(MLP, block.mlp)
+        mlp.up_proj.weight[:channels] *= factor
+        mlp.down_proj.weight[:, :channels] /= factor
 
 
 @torch.no_grad()
@@ -130,7 +131,7 @@ def spike_gaps(ways: dict[str, Casts]) -> dict[str, list[float]]:
     """Train in BF16, then continue in FP8 with a spike in one step; return the losses less those of BF16 by `ways`."""
     model, text = Transformer(PRESETS["debug"]), TokenBatches(tokens(), batch=8, seq=32)
     for block in transformer_blocks(model):
-        block.mlp.activation = SpikingSwiglu()
+        override(block.mlp, activation=SpikingSwiglu())
     optimizer, batches = adamw(model, 3e-3), [next(text) for _ in range(64)]
     for inputs, targets in batches[:IN_BF16]:
         train_step(model, optimizer, inputs, targets, torch.bfloat16)

@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
+from typing import cast
 from unittest import mock
 
 import torch
@@ -55,7 +56,7 @@ def mixture_layers(config: ModelConfig) -> list[nn.Module]:
     for _ in range(2):
         with torch.device("meta"):
             stage = split_stages(apply_moe(Transformer(config), 4, 2), 3)[1]
-        apply_expert_parallel(stage, dist.new_group(range(dist.get_world_size())))
+        apply_expert_parallel(cast(Transformer, stage), dist.new_group(range(dist.get_world_size())))
         torch.manual_seed(0)
         layers.append(materialize(stage, init))
     return layers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ def batch_of(config: ModelConfig = TINY, batch: int = 2, seq: int = 16) -> torch
 
 def split_model(
     config: ModelConfig, group: dist.ProcessGroup, sequence_parallel: bool = True, meta: bool = False, **options
-) -> nn.Module:
+) -> Transformer:
     """Return a tensor-parallel model of `config` for seed 0, by default with sequence parallelism. meta: on the meta
     device first; options: those of apply_sequence_parallel. Collective.
     """
@@ -40,7 +40,7 @@ def split_model(
         sequence.apply_sequence_parallel(model, group, **options)
     if not meta:
         return model
-    return materialize(model, lambda name, tensor: init_parameter(name, tensor, config))
+    return cast(Transformer, materialize(model, lambda name, tensor: init_parameter(name, tensor, config)))
 
 
 def full_gradients(model: nn.Module) -> dict[str, torch.Tensor]:

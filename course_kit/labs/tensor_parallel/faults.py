@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,7 @@ def plant_fault(model: nn.Module, fault: str, number: int) -> nn.Module:
         return tuple(F.linear(x, weight) for weight in weights)
 
     if fault == "row layer":  # the mean, not the sum
-        for layer in (attention.o_proj, block.mlp.down_proj):
+        for layer in (attention.o_proj, cast(Any, block.mlp).down_proj):
             layer.register_forward_hook(lambda layer, _, out: out / layer.group.size())
     elif fault == "f":
         attention.project_layers = project_without_f

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -58,7 +58,7 @@ def sgd(parameters: Iterable[nn.Parameter], lr: float = 0.5) -> torch.optim.Opti
     return torch.optim.SGD(parameters, lr, momentum=0.9)
 
 
-def split_model(config: ModelConfig, group: dist.ProcessGroup | None, meta: bool = False, **options) -> nn.Module:
+def split_model(config: ModelConfig, group: dist.ProcessGroup | None, meta: bool = False, **options) -> Transformer:
     """Return a model of `config` for seed 0, split over the group. meta: on the meta device first; options: those of
     apply_tensor_parallel. Collective.
     """
@@ -67,7 +67,7 @@ def split_model(config: ModelConfig, group: dist.ProcessGroup | None, meta: bool
     with torch.device("meta"):
         model = Transformer(config)
     tensor_parallel.apply_tensor_parallel(model, group, **options)
-    return materialize(model, lambda name, tensor: init_parameter(name, tensor, config))
+    return cast(Transformer, materialize(model, lambda name, tensor: init_parameter(name, tensor, config)))
 
 
 class Training(NamedTuple):
