@@ -21,7 +21,7 @@ def compare(size: int) -> dict[str, dict]:
     """On a rank: for each collective, ours against PyTorch's and PyTorch's against itself; `size`: bytes of float32."""
     on_gpu, n = dist.get_backend() != "gloo", dist.get_world_size()
     tensor = torch.zeros(size // 4, device=torch.accelerator.current_accelerator() if on_gpu else "cpu")
-    piece = torch.zeros_like(tensor[: tensor.numel() // n])
+    shard = torch.zeros_like(tensor[: tensor.numel() // n])
 
     def finished(function, *args):
         """A run that ends when the device has finished it."""
@@ -35,17 +35,17 @@ def compare(size: int) -> dict[str, dict]:
 
     rivals = {
         "all_reduce": ((ring_all_reduce, tensor), (dist.all_reduce, tensor)),
-        "reduce_scatter": ((ring_reduce_scatter, tensor), (reduce_scatter_tensor, piece, tensor)),
-        "all_gather": ((ring_all_gather, tensor), (all_gather_into_tensor, tensor, piece)),
+        "reduce_scatter": ((ring_reduce_scatter, tensor), (reduce_scatter_tensor, shard, tensor)),
+        "all_gather": ((ring_all_gather, tensor), (all_gather_into_tensor, tensor, shard)),
         "broadcast": ((tree_broadcast, tensor), (dist.broadcast, tensor, 0)),
     }
-    found = {}
+    ratios = {}
     for name, (ours, theirs) in rivals.items():
-        found[name] = {
+        ratios[name] = {
             "against_pytorch": paired(finished(*ours), finished(*theirs), dist.barrier),
             "pytorch_against_itself": paired(finished(*theirs), finished(*theirs), dist.barrier),
         }
-    return found
+    return ratios
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ tokens and micro-batches. Each of PyTorch's schedules is paired with our runner 
 
     same order    our runner carries out the very list of actions that PyTorch's schedule has made
     ours          our schedule of that name; for InterleavedZeroBubble and DualPipeV, which we have not, zero_bubble_v:
-                  as many stages, two a rank
+                  as many stages, two per rank
 
 GPipe and 1F1B are afab and one_f_one_b, action by action: one pair. PyTorch's overlapped F and B are run one after the
 other, by both. Two and four ranks on this machine's CPU, or a rank for each GPU. Each kind runs in alternation with
@@ -53,7 +53,7 @@ M = 8
 LAYERS, HALVES = 3, 25
 SIZES = {"hidden 16, 8 tokens": (16, 8), "hidden 256, 128 tokens": (256, 128), "hidden 512, 256 tokens": (512, 256)}
 LETTERS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
-# PyTorch's: stages a rank, whether they lie in a V, and ours
+# PyTorch's: stages per rank, whether they form a V, and ours
 RIVALS = {
     "ScheduleGPipe": (1, False, afab),
     "Schedule1F1B": (1, False, one_f_one_b),
@@ -64,21 +64,21 @@ RIVALS = {
 }
 
 
-def own_numbers(rank: int, p: int, v: int, in_v: bool) -> list[int]:
-    """The numbers of a rank's stages."""
+def stage_numbers(rank: int, p: int, v: int, in_v: bool) -> list[int]:
+    """Return the numbers of a rank's stages."""
     return [rank, 2 * p - 1 - rank] if in_v else [rank + p * i for i in range(v)]
 
 
 def same_order(theirs, p: int) -> Schedule:
-    """PyTorch's list of actions as one of ours. Raises ValueError where it is no schedule."""
-    found = []
+    """Return PyTorch's list of actions as one of ours. Raises ValueError if it is no schedule."""
+    schedule = []
     for rank in range(p):
         actions = [action for action in theirs.pipeline_order[rank] if action is not None]
         parts = [part for action in actions for part in (action.sub_actions or (action,))]
         kinds = [LETTERS[_ComputationType(part.computation_type).name] for part in parts]
-        found.append([Action(k, a.stage_index, a.microbatch_index) for k, a in zip(kinds, parts, strict=True)])
-    validate(found, M)
-    return found
+        schedule.append([Action(k, a.stage_index, a.microbatch_index) for k, a in zip(kinds, parts, strict=True)])
+    validate(schedule, M)
+    return schedule
 
 
 class Ours:
@@ -99,7 +99,7 @@ class Theirs:
     def __init__(self, model: Transformer, name: str):
         p, rank, (v, in_v, _) = dist.get_world_size(), dist.get_rank(), RIVALS[name]
         device = next(model.parameters()).device
-        numbers, all_stages = own_numbers(rank, p, v, in_v), split_stages(model, p * v)
+        numbers, all_stages = stage_numbers(rank, p, v, in_v), split_stages(model, p * v)
         self.stages = {number: all_stages[number] for number in numbers}
         parts = [PipelineStage(stage, number, p * v, device) for number, stage in self.stages.items()]
         make = getattr(schedules, name)
@@ -125,10 +125,10 @@ def timed(kind, inputs: torch.Tensor, targets: torch.Tensor):
     return step
 
 
-def of_all(own) -> list:
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, own)
-    return found
+def gathered(obj) -> list:
+    objects = [None] * dist.get_world_size()
+    dist.all_gather_object(objects, obj)
+    return objects
 
 
 def gradients(kind) -> dict[str, torch.Tensor]:
@@ -158,28 +158,28 @@ def compare(name: str, config: ModelConfig, batch: int, seq: int, pairs: int) ->
     for kind in ("torch", *kinds):
         with count_traffic() as traffic:
             steps[kind]()
-        figures[kind] = {"mib_sent": sum(of_all(traffic.select("send").bytes)) / 2**20}
+        figures[kind] = {"mib_sent": sum(gathered(traffic.select("send").bytes)) / 2**20}
     steps["torch"]()
     everything = [{} for _ in kinds]
-    for found, kind in zip(everything, kinds.values(), strict=True):
+    for grads, kind in zip(everything, kinds.values(), strict=True):
         steps[next(k for k in kinds if kinds[k] is kind)]()
-        for part in of_all({n: g.float().cpu() for n, g in gradients(kind).items()}):
-            found |= part
+        for part in gathered({n: g.float().cpu() for n, g in gradients(kind).items()}):
+            grads |= part
     expected = {n: g.float().cpu() for n, g in gradients(rival).items()}
-    for kind, found in zip(kinds, everything, strict=True):
-        gaps = [((found[n] - g).abs().max() / g.abs().max()).item() for n, g in expected.items()]
+    for kind, grads in zip(kinds, everything, strict=True):
+        gaps = [((grads[n] - g).abs().max() / g.abs().max()).item() for n, g in expected.items()]
         simulation = simulate(kinds[kind].schedule)
-        figures[kind] |= {"error": max(of_all(max(gaps))), "simulated_bubble_ratio": simulation.bubble_ratio}
+        figures[kind] |= {"error": max(gathered(max(gaps))), "simulated_bubble_ratio": simulation.bubble_ratio}
     for kind in kinds:
         figures[f"{kind} against torch"] = measure.paired(steps[kind], steps["torch"], dist.barrier)
     figures["torch against itself"] = measure.paired(steps["again"], steps["torch"], dist.barrier)
     for kind in ("torch", *kinds):
-        own = min(measure.peak_mib(steps[kind]) for _ in range(PEAKS))
-        figures[kind]["step_peak_mib"] = max(of_all(own))
+        peak = min(measure.peak_mib(steps[kind]) for _ in range(PEAKS))
+        figures[kind]["step_peak_mib"] = max(gathered(peak))
     return figures
 
 
-class Whole(StagePass):
+class Unsplit(StagePass):
     """F and B."""
 
     def __init__(self, stage: nn.Module, x: torch.Tensor):
@@ -212,7 +212,7 @@ class TorchHalves:
         stage_backward_weight(self.stage.parameters(), groups)
 
 
-class Kept(torch.autograd.Function):
+class KeepingLinear(torch.autograd.Function):
     """x · weightᵀ, whose backward puts off the weight's gradient: it keeps x and its own gradient in `later`."""
 
     @staticmethod
@@ -228,7 +228,7 @@ class Kept(torch.autograd.Function):
         return gradient @ weight, None, None
 
 
-class StoredHalves(Whole):
+class StoredHalves(Unsplit):
     """F, I, W of layers that keep what W needs."""
 
     @staticmethod
@@ -236,7 +236,7 @@ class StoredHalves(Whole):
         stage.later = []
         for layer in stage.modules():
             if isinstance(layer, nn.Linear):
-                layer.forward = lambda x, layer=layer: Kept.apply(x, layer.weight, stage.later)
+                layer.forward = lambda x, layer=layer: KeepingLinear.apply(x, layer.weight, stage.later)
         return stage
 
     def __init__(self, stage: nn.Module, x: torch.Tensor):
@@ -255,15 +255,15 @@ class StoredHalves(Whole):
 
 
 def halves(hidden: int, tokens: int) -> dict[str, dict[str, float]]:
-    """Of each kind of halves: F, I and W over F and B, the median of all rounds and the quartiles, in this process."""
+    """Return, for each kind of halves, F, I and W over F and B: the median and the quartiles, in this process."""
     config = ModelConfig(LAYERS + 2, hidden, hidden // 64 or 1, hidden // 64 or 1, hidden * 5 // 2, 64)
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     with device:
         x, gradient = torch.randn(2, 1, tokens, hidden)
-        kinds = {"F and B": Whole, "ours": OurHalves, "torch": TorchHalves, "x and dY kept": StoredHalves}
+        kinds = {"F and B": Unsplit, "ours": OurHalves, "torch": TorchHalves, "x and dY kept": StoredHalves}
         stages = {name: split_stages(Transformer(config), 3)[1] for name in kinds}
     StoredHalves.prepare(stages["x and dY kept"])
-    rounds = []
+    times = []
     for _ in range(HALVES):
         spans = []
         for name, kind in kinds.items():
@@ -274,12 +274,12 @@ def halves(hidden: int, tokens: int) -> dict[str, dict[str, float]]:
             if x.is_cuda:
                 torch.accelerator.synchronize()
             spans.append(time.perf_counter() - start)
-        rounds.append(spans)
-    found = {"F and B": {"ms": 1e3 / M * statistics.median(spans[0] for spans in rounds)}}
+        times.append(spans)
+    figures = {"F and B": {"ms": 1e3 / M * statistics.median(spans[0] for spans in times)}}
     for i, name in enumerate(list(kinds)[1:], 1):
-        quarters = statistics.quantiles([spans[i] / spans[0] for spans in rounds])
-        found[name] = dict(zip(("ratio_quarter", "ratio", "ratio_three_quarters"), quarters, strict=True))
-    return found
+        quarters = statistics.quantiles([spans[i] / spans[0] for spans in times])
+        figures[name] = dict(zip(("ratio_quarter", "ratio", "ratio_three_quarters"), quarters, strict=True))
+    return figures
 
 
 def main(pairs: int = PAIRS) -> None:
@@ -292,13 +292,13 @@ def main(pairs: int = PAIRS) -> None:
     figures["halves"] = {size: halves(*numbers) for size, numbers in SIZES.items()}
     for n in [gpus] if gpus else [2, 4]:
         with Ranks(n, timeout_s=1800) as ranks:
-            found = {}
+            of_rivals = {}
             for name in RIVALS:
                 try:
-                    found[name] = ranks(compare, name, config, M, figures["seq"], pairs)[0]
+                    of_rivals[name] = ranks(compare, name, config, M, figures["seq"], pairs)[0]
                 except Exception as error:
-                    found[name] = {"does not run": str(error).splitlines()[0]}
-            figures[f"{n} ranks, {ranks.backend}"] = found
+                    of_rivals[name] = {"does not run": str(error).splitlines()[0]}
+            figures[f"{n} ranks, {ranks.backend}"] = of_rivals
     measure.write("pipeline", figures)
 
 

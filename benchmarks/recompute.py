@@ -1,10 +1,10 @@
-"""What recomputation saves and costs: bytes kept, peak memory, FLOPs and time of a forward and backward, by mode.
+"""Savings and costs of recomputation: bytes kept, peak memory, FLOPs and time of a forward and backward, by mode.
 
     python benchmarks/recompute.py        # writes benchmarks/results/recompute_<device>.json
 
-Modes are none, selective, products (selective with the policy keep_matmuls) and full, all by torch.utils.checkpoint.
+Modes are none, selective, matmuls (selective with the policy keep_matmuls) and full, all by torch.utils.checkpoint.
 Each runs in alternation with none, and so does none with itself: the spread of that ratio is the noise. Bytes kept are
-held against memory.activation_bytes, which has no formula for products. MFU and HFU want a device of a known peak.
+held against memory.activation_bytes, without the mode matmuls. MFU and HFU want a device of a known peak.
 """
 
 import torch
@@ -26,8 +26,8 @@ MODES = {
 CLOSE = 0.05  # relative: how near measured bytes must come to the formula
 
 
-def kept_by_forward(model: Transformer, forward) -> int:
-    """Bytes that `forward()` leaves alive: by CUDA's allocator, or by what was made on a CPU."""
+def retained_by_forward(model: Transformer, forward) -> int:
+    """Return the bytes that `forward()` leaves alive: by CUDA's allocator, or those made on a CPU."""
     if not torch.cuda.is_available():
         return retained_bytes(model, forward)
     model.zero_grad()
@@ -36,15 +36,15 @@ def kept_by_forward(model: Transformer, forward) -> int:
     return torch.cuda.memory_allocated() - before
 
 
-def kept_against_formula(model: Transformer, forward, mode: str, batch: int, seq: int) -> dict:
+def retained_against_formula(model: Transformer, forward, mode: str, batch: int, seq: int) -> dict:
     """MiB kept, and the formula's error in percent where there is one; PyTorch's RMSNorm is fused on CUDA alone."""
-    gpu, kept = torch.cuda.is_available(), kept_by_forward(model, forward)
-    figures = {"kept_mib": kept / 2**20}
+    gpu, retained = torch.cuda.is_available(), retained_by_forward(model, forward)
+    figures = {"kept_mib": retained / 2**20}
     if mode != "matmuls":
         formula = activation_bytes(model.config, batch, seq, 2 if gpu else 4, mode, fused_norm=gpu)
         figures["formula_mib"] = formula / 2**20
-        figures["formula_error_percent"] = 100 * (formula / kept - 1)
-        figures["within_5_percent"] = abs(formula / kept - 1) <= CLOSE
+        figures["formula_error_percent"] = 100 * (formula / retained - 1)
+        figures["within_5_percent"] = abs(formula / retained - 1) <= CLOSE
     return figures
 
 
@@ -86,10 +86,10 @@ def main() -> None:
         run = step_in(mode)
         times = paired(run, step_in("none"))
         apply_recompute(model, *MODES[mode])
-        kept = kept_against_formula(model, forward, mode, batch, seq)
+        retained = retained_against_formula(model, forward, mode, batch, seq)
         model.zero_grad()  # so that the peak has the gradients in it
         figures["modes"][mode] = {
-            **kept,
+            **retained,
             "peak_mib": peak_mib(run),
             "against_none": times,
             **flops_and_use(model.config, batch, seq, mode, run, times["ours_ms"] / 1e3),

@@ -13,7 +13,7 @@ import nbformat
 
 from export import NOTEBOOKS, ExportError, read_notebook, write_atomically
 
-KEPT = "jupyter", "nbgrader", "tags"
+PRESERVED = "jupyter", "nbgrader", "tags"
 KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
 # What the kernel says of its language, without the version of the Python that happens to run it.
 LANGUAGE = {
@@ -31,8 +31,8 @@ def notebook_metadata(before: dict) -> dict:
     """A notebook's metadata, cleaned: `course`, and the kernel's where it is Python's."""
     kernel = before.get("kernelspec", KERNEL)
     python = {"kernelspec": KERNEL, "language_info": LANGUAGE}
-    own = python if kernel.get("name") == KERNEL["name"] else {"kernelspec": kernel}
-    return nbformat.from_dict({key: before[key] for key in ("course",) if key in before} | own)
+    preserved = python if kernel.get("name") == KERNEL["name"] else {"kernelspec": kernel}
+    return nbformat.from_dict({key: before[key] for key in ("course",) if key in before} | preserved)
 
 
 def without_address(text: str | list[str]) -> str | list[str]:
@@ -44,7 +44,9 @@ def clean(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
     """Clean the notebook in place; returns it."""
     notebook["metadata"] = notebook_metadata(notebook["metadata"])
     for cell in notebook["cells"]:
-        cell["metadata"] = nbformat.from_dict({key: cell["metadata"][key] for key in KEPT if key in cell["metadata"]})
+        cell["metadata"] = nbformat.from_dict(
+            {key: cell["metadata"][key] for key in PRESERVED if key in cell["metadata"]}
+        )
         if cell["cell_type"] == "code":
             cell["execution_count"] = None
         for output in cell.get("outputs", []):

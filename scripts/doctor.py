@@ -1,4 +1,4 @@
-"""What this machine has, and what of the course will not work on it, and why: make doctor.
+"""Report what this machine has, what will not work on it, and why: make doctor.
 
     python3 scripts/doctor.py
 
@@ -27,8 +27,8 @@ DRIVERS = "/dev/nvidiactl", "/dev/kfd", "/dev/dxg"  # where there is one, course
 GiB = 2**30
 
 
-def said_by(*command):
-    """What a program prints, "" where it is missing or fails."""
+def output_of(*command):
+    """Return the output of a program, "" if it is missing or fails."""
     try:
         done = subprocess.run(
             command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, universal_newlines=True, timeout=20
@@ -111,27 +111,27 @@ def look_torch(torch, why):
 
 def cards():
     """NVIDIA's GPUs as their driver lists them, PyTorch or not."""
-    return said_by("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader").splitlines()
+    return output_of("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader").splitlines()
 
 
 def look_gpu(torch):
     """GPUs: those that PyTorch can use, those that it can't and why, and what stands in for them."""
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         usable = torch is not None and torch.cuda.is_available()
     listed = cards()
     if usable:
-        found = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
-        for card in found:
+        facts = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+        for card in facts:
             yield "GPU", "{}, {:.0f} GiB, compute capability {}.{}".format(
                 card.name, card.total_memory / GiB, card.major, card.minor
             )
-        if len(found) == 1:
+        if len(facts) == 1:
             yield None, (
                 "One GPU: it runs the notebooks of one process. NCCL wants a GPU for each rank, so ranks are "
                 "processes on the CPU, with gloo."
             )
-        if torch.version.cuda and min((card.major, card.minor) for card in found) < (8, 9):
+        if torch.version.cuda and min((card.major, card.minor) for card in facts) < (8, 9):
             yield None, (
                 "A GPU without FP8 (Ada, Hopper and later have it): notebook 14b multiplies in a wider type there. The "
                 "results are right, the gain in time is missing."
@@ -153,7 +153,7 @@ def look_gpu(torch):
         ).format(listed[0])
     elif listed:
         yield None, "There is a GPU ({}), and PyTorch cannot use it: {}".format(
-            listed[0], str(said[0].message).split("\n")[0] if said else "torch.cuda.is_available() is False"
+            listed[0], str(warned[0].message).split("\n")[0] if warned else "torch.cuda.is_available() is False"
         )
     driver = next(filter(os.path.exists, DRIVERS), None)
     if driver and not os.environ.get("TRITON_INTERPRET"):
@@ -179,7 +179,7 @@ def look_nvcc(torch):
     """The compiler of CUDA C++, found as notebook 12 finds it."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
     nvcc = shutil.which("nvcc") or shutil.which(os.path.join(home, "bin", "nvcc"))
-    release = re.search(r"release (\d+)\.(\d+)", said_by(nvcc, "--version")) if nvcc else None
+    release = re.search(r"release (\d+)\.(\d+)", output_of(nvcc, "--version")) if nvcc else None
     yield "nvcc", "{}, CUDA {}.{}".format(nvcc, *release.groups()) if release else "none"
     gpu = torch is not None and torch.version.cuda and torch.cuda.is_available()
     if not release:
@@ -204,10 +204,10 @@ def look_triton(torch):
 
 
 def look_compiler(in_environment):
-    """What C++ and torch.compile want on the CPU, as notebook 12 asks for it."""
+    """Check for what C++ and torch.compile need on the CPU, as notebook 12 does."""
     compiler = os.environ.get("CXX", "c++").split()[0]
     path = shutil.which(compiler)
-    version = said_by(path, "--version").split("\n")[0] if path else ""
+    version = output_of(path, "--version").split("\n")[0] if path else ""
     yield "C++ compiler", "{}, {}".format(path, version) if path else "none"
     if not path:
         yield None, (
@@ -235,18 +235,18 @@ def look_packages():
 
 
 def look_clone():
-    """Whether the library that notebooks import is this folder's."""
-    found = importlib.util.find_spec("course_lib")
-    place = os.path.dirname(os.path.dirname(os.path.realpath(found.origin))) if found else None
-    if place != os.path.realpath(ROOT):
+    """Return whether the library that notebooks import is this folder's."""
+    facts = importlib.util.find_spec("course_lib")
+    location = os.path.dirname(os.path.dirname(os.path.realpath(facts.origin))) if facts else None
+    if location != os.path.realpath(ROOT):
         yield None, (
             "course_lib {}, and this is {}: rm -rf .venv here (of a link, the link alone goes), then make lab"
-        ).format("comes from " + place if place else "is not installed", ROOT)
+        ).format("comes from " + location if location else "is not installed", ROOT)
 
 
 def look_slurm():
     """Slurm, for the launcher's --slurm."""
-    version = said_by("sbatch", "--version")
+    version = output_of("sbatch", "--version")
     yield "Slurm", version or ("sbatch, not set up" if shutil.which("sbatch") else "none")
     if not version:
         yield None, "No Slurm: the launcher's --slurm writes the script for sbatch, and does not submit it."
@@ -276,13 +276,13 @@ def look(in_environment):
 
 def main():
     """Print what is there, then what will not work and why."""
-    own = os.path.realpath(sys.prefix) == os.path.realpath(os.path.join(ROOT, ".venv"))
-    in_environment = own or importlib.util.find_spec("course_lib") is not None
-    found = list(look(in_environment))
-    for name, fact in found:
+    in_venv = os.path.realpath(sys.prefix) == os.path.realpath(os.path.join(ROOT, ".venv"))
+    in_environment = in_venv or importlib.util.find_spec("course_lib") is not None
+    facts = list(look(in_environment))
+    for name, fact in facts:
         if name:
             print("{:13} {}".format(name, fact))
-    troubles = [fact for name, fact in found if name is None]
+    troubles = [fact for name, fact in facts if name is None]
     print("\nWhat will not work here, and why:" if troubles else "\nAll of the course works here.")
     for trouble in troubles:
         print(textwrap.fill(trouble, 100, initial_indent="- ", subsequent_indent="  "))

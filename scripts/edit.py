@@ -35,7 +35,7 @@ FILTERS = {"cell_metadata_filter": "all", "notebook_metadata_filter": "course,-a
 
 
 def nbgrader_metadata(cell: dict) -> dict | None:
-    """What nbgrader needs to know of an exercise (`ex-NN-M`, or its second cell, `ex-NN-Mb`) or a check (`check-NN-M`);
+    """Return nbgrader's metadata of an exercise (`ex-NN-M`, or its second cell, `ex-NN-Mb`) or a check (`check-NN-M`);
     None for any other cell.
     """
     kind = CELL_ID.fullmatch(cell["id"])
@@ -62,7 +62,7 @@ def collapse_figures(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
 
 
 def draws(cell: nbformat.NotebookNode) -> bool:
-    """Whether a code cell's first line says so, or a picture is among its outputs; a widget's view is not kept."""
+    """Return whether a code cell's first line says so, or it has a picture; a widget's view is not kept."""
     if OPEN in cell.metadata.get("tags", []):
         return False
     pictures = any("image/png" in output.get("data", {}) for output in cell.get("outputs", []))
@@ -87,7 +87,7 @@ def escaped(cell: dict, back: bool = False) -> str:
 
 
 def alike(one: str, other: str) -> bool:
-    """Whether two sources are the same but for empty lines at their ends, which the text does not keep."""
+    """Return whether two sources are equal except for empty lines at their ends, which the text drops."""
     return one.rstrip("\n") == other.rstrip("\n")
 
 

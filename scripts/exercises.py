@@ -43,10 +43,10 @@ def solution(name: str, notebooks: Path) -> str:
     paths, others = sorted(notebooks.glob(f"{name[:2]}*_*.ipynb")), []  # a chapter may have two parts
     for path in paths:
         notebook = read_notebook(path)
-        found = exercise_cells(notebook)
-        if name in found:
-            return "\n\n".join(answer(name, path, cell) for cell in found[name])
-        others += found
+        cells = exercise_cells(notebook)
+        if name in cells:
+            return "\n\n".join(answer(name, path, cell) for cell in cells[name])
+        others += cells
     if not paths:
         raise ExportError(f"there is no notebook {name[:2]} in {notebooks}")
     names = " and ".join(path.name for path in paths)
@@ -86,8 +86,8 @@ def progress(notebooks: Path, folder: Path) -> str:
         notebook = read_notebook(path)
         short, mine = starred(notebook), learners_exercises(folder.parent / path.name)
         for name in exercises(notebook):
-            found = state(name, mine.get(name, []), folder.parent)
-            names[found].append(f"{name}★" if name in short else name)
+            cells = state(name, mine.get(name, []), folder.parent)
+            names[cells].append(f"{name}★" if name in short else name)
         lines.append(f"{path.stem}: {len(names['passes'])} of {sum(map(len, names.values()))} exercises pass")
         hints = {"changed": " (since they passed: run their cells and checks again)"}
         lines += [f"  {kind:9}  {' '.join(names[kind])}{hints.get(kind, '')}" for kind in notes.STATES if names[kind]]

@@ -68,18 +68,18 @@ def program_of(notebook: dict) -> str | None:
 
 def spliced_cells(notebook: dict, path: Path) -> list[ExportedCell]:
     """The exported cells of a notebook. Raises ExportError for a cell that cannot be exported."""
-    found = []
+    faults = []
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code" and is_exported(cell["source"]):
             try:
-                found.append(read(cell["source"], cell.get("id", "")))
+                faults.append(read(cell["source"], cell.get("id", "")))
             except CellError as error:
                 raise ExportError(f"{path}: {error}") from None
-    return found
+    return faults
 
 
 def owner_of(cell: ExportedCell, path: Path) -> str:
-    """What the comment above a spliced definition says: "exercise 04.6", or for another cell its notebook and id."""
+    """Return the comment above a spliced definition: "exercise 04.6", or for another cell its notebook and id."""
     exercise = exercise_of(cell.name)
     return f"exercise {exercise}" if exercise else f"notebook {chapter(path)}, cell {cell.name}"
 
@@ -123,7 +123,7 @@ def formatted(text: str) -> str:
     if find_spec("ruff") is None:
         return text
     command = [sys.executable, "-m", "ruff", "format", "--line-length", "120", "--isolated", "-"]
-    done = subprocess.run(command, input=text, capture_output=True, encoding="utf-8")
+    done = subprocess.run(command, check=False, input=text, capture_output=True, encoding="utf-8")
     return text if done.returncode else done.stdout
 
 
@@ -173,17 +173,19 @@ def library_texts(notebooks: Path = NOTEBOOKS) -> dict[str, str]:
 
 def differences(texts: dict[str, str], library: Path = LIBRARY) -> list[str]:
     """One line for each definition that differs between `library` and the texts that it should hold."""
-    found = []
+    faults = []
     for name, text in texts.items():
         file = module_file(library, name)
-        there = file.read_text(encoding="utf-8")
-        if there != text and formatted(there) != formatted(text):
-            found += [f"{file.relative_to(library)} and {place} differ" for place in differing_owners(there, text)]
-    return found
+        current = file.read_text(encoding="utf-8")
+        if current != text and formatted(current) != formatted(text):
+            faults += [
+                f"{file.relative_to(library)} and {location} differ" for location in differing_owners(current, text)
+            ]
+    return faults
 
 
 def differing_owners(old: str, new: str) -> list[str]:
-    """Which definitions differ between two texts of a module, as "exercise 04.6 (launch)"."""
+    """List the definitions that differ between two texts of a module, as "exercise 04.6 (launch)"."""
 
     def definitions(text: str) -> dict[tuple[str, str], str]:
         text = formatted(text)
@@ -202,21 +204,21 @@ def locate(file: Path, line: int, text: str | None = None) -> tuple[Path, int, s
     text: what the module holds, if it is not written yet.
     """
     text = Path(file).read_text(encoding="utf-8") if text is None else text
-    if (place := locate_owned(text, line)) is None:
+    if (location := locate_owned(text, line)) is None:
         return None
-    found: Owned = place[0]
+    faults: Owned = location[0]
     parts = Path(file).with_suffix("").parts
     module = ".".join(parts[len(parts) - parts[::-1].index(LIBRARY.name) :])
-    start = found.exercise[:2] if found.exercise else re.search(r"\w+", found.owner.removeprefix("notebook"))[0]
-    for path in sorted((ROOT / "workbook" if found.is_learners else NOTEBOOKS).glob(f"{start}*_*.ipynb")):
+    start = faults.exercise[:2] if faults.exercise else re.search(r"\w+", faults.owner.removeprefix("notebook"))[0]
+    for path in sorted((ROOT / "workbook" if faults.is_learners else NOTEBOOKS).glob(f"{start}*_*.ipynb")):
         for number, cell in enumerate(with_ids(read_notebook(path)["cells"]), start=1):
             try:
                 exported = read(cell["source"], cell.get("id", "")) if cell["cell_type"] == "code" else None
             except CellError:
                 continue
-            if exported and owner_of(exported, path) == found.owner.removesuffix(YOURS):
-                if (exported.module, exported.cls) == (module, found.cls) and found.name in exported.definitions:
-                    return path, number, cell.get("id", ""), line_in_cell(text, place, exported)
+            if exported and owner_of(exported, path) == faults.owner.removesuffix(YOURS):
+                if (exported.module, exported.cls) == (module, faults.cls) and faults.name in exported.definitions:
+                    return path, number, cell.get("id", ""), line_in_cell(text, location, exported)
     return None
 
 
@@ -232,9 +234,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"export: {error}", file=sys.stderr)
         return 2
     if argv:
-        found = differences(texts)
-        print("\n".join(found) if found else f"course_lib is in sync with the notebooks ({len(texts)} modules)")
-        return 1 if found else 0
+        faults = differences(texts)
+        print("\n".join(faults) if faults else f"course_lib is in sync with the notebooks ({len(texts)} modules)")
+        return 1 if faults else 0
     for name, text in texts.items():
         standing = module_file(LIBRARY, name).read_text(encoding="utf-8")
         texts[name] = standing if formatted(standing) == formatted(text) else formatted(text)

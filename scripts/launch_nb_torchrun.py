@@ -29,7 +29,7 @@ from launcher.trial import try_options  # noqa: E402
 ENTRY = Path(__file__).resolve().parent / "rank_entry.py"
 
 
-def own_options() -> argparse.ArgumentParser:
+def launcher_options() -> argparse.ArgumentParser:
     """The options of the launcher itself; all others are torchrun's."""
     parser = argparse.ArgumentParser(
         prog="launch_nb_torchrun.py",
@@ -94,8 +94,10 @@ def export(program: Program) -> None:
         refused = ", ".join(f"{name} ({why})" for name, why in program.refused.items())
         say(f"taken from the reference: {refused}; run the checks, or use --unchecked")
     if program.overlay:
-        own = " and ".join(filter(None, [", ".join(program.own[:-1]), *program.own[-1:]])) or "no notebook yet"
-        say(f"your own work is that of {own}; all else is the reference's")
+        answered = (
+            " and ".join(filter(None, [", ".join(program.answered[:-1]), *program.answered[-1:]])) or "no notebook yet"
+        )
+        say(f"your own work is that of {answered}; all else is the reference's")
 
 
 def torchrun_command(torchrun: list[str], program: Program, options: list[str]) -> list[str]:
@@ -108,31 +110,31 @@ def torchrun_command(torchrun: list[str], program: Program, options: list[str]) 
     return [*command, program.module, *options]
 
 
-def slurm_script(own: argparse.Namespace, torchrun: list[str], program: Program, options: list[str]) -> str:
+def slurm_script(answered: argparse.Namespace, torchrun: list[str], program: Program, options: list[str]) -> str:
     """The sbatch script for this launch: the same one, once on each node, without the export."""
-    set_there = {*slurm.SETS} & given(torchrun) | ({"nproc_per_node"} if own.nproc_per_node != "auto" else set())
+    set_there = {*slurm.SETS} & given(torchrun) | ({"nproc_per_node"} if answered.nproc_per_node != "auto" else set())
     if set_there:
         raise LaunchError(f"--slurm sets --{min(set_there).replace('_', '-')} itself: leave it out")
     command = [sys.executable, str(Path(__file__).resolve()), str(program.path.resolve())]
-    more = [word for chapter in own.reference for word in ("--reference", chapter)]
-    more += ["--unchecked"] * own.unchecked + torchrun
-    more += ["--", *options] if options else []
+    extra = [word for chapter in answered.reference for word in ("--reference", chapter)]
+    extra += ["--unchecked"] * answered.unchecked + torchrun
+    extra += ["--", *options] if options else []
     restarts = arguments(torchrun).max_restarts > 0
-    return slurm.script(slurm.parse(own.slurm), program.path.stem, command, more, restarts)
+    return slurm.script(slurm.parse(answered.slurm), program.path.stem, command, extra, restarts)
 
 
 def launch(argv: list[str]) -> int:
     """Look at everything, then export, then run. Raises LaunchError or ExportError before anything is written."""
     ours, options = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
-    own, rest = parse(own_options().parse_known_args, ours, "options")
+    answered, rest = parse(launcher_options().parse_known_args, ours, "options")
     if importlib.util.find_spec("torch") is None:
         raise LaunchError(f"{sys.executable} has no PyTorch: start the launcher with the Python of .venv")
     notebook, torchrun = split_notebook(rest)
-    program = read_program(notebook, own.reference, not own.no_export, own.unchecked)
-    if own.slurm:
-        printed = script = slurm_script(own, torchrun, program, options)
+    program = read_program(notebook, answered.reference, not answered.no_export, answered.unchecked)
+    if answered.slurm:
+        printed = script = slurm_script(answered, torchrun, program, options)
     else:
-        torchrun = complete_options(torchrun, own.nproc_per_node, program.processes())
+        torchrun = complete_options(torchrun, answered.nproc_per_node, program.processes())
         command = torchrun_command(torchrun, program, options)
         environment = [f"{name}={shlex.quote(os.environ[name])}" for name in ENVIRONMENT if name in os.environ]
         printed = " ".join(environment + [shlex.join([sys.executable, "-m", "torch.distributed.run", *command])]) + "\n"
@@ -141,12 +143,12 @@ def launch(argv: list[str]) -> int:
     if problem := try_options(program, options):
         say(f"{program.path} cannot be imported: {problem}")
         return 1
-    if own.dry_run:
+    if answered.dry_run:
         print(printed, end="")
         return 0
     signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on there is something to put in order
     export(program)
-    return slurm.submit(script, program.path.stem) if own.slurm else run(command)
+    return slurm.submit(script, program.path.stem) if answered.slurm else run(command)
 
 
 def quit_at_once(number: int, frame: object) -> None:

@@ -44,8 +44,8 @@ def difficulties(notebook: dict) -> dict[str, int]:
     """How difficult each exercise is, by name, as its heading says."""
     texts = (cell["source"] for cell in notebook["cells"] if cell["cell_type"] == "markdown")
     parts = [part for text in texts for part in re.split(r"^(?=### Exercise )", text, flags=re.M)]
-    found = [(NAME.match(part), DIFFICULTY.search(part)) for part in parts]
-    return {name[1]: int(difficulty[1]) for name, difficulty in found if name and difficulty}
+    matches = [(NAME.match(part), DIFFICULTY.search(part)) for part in parts]
+    return {name[1]: int(difficulty[1]) for name, difficulty in matches if name and difficulty}
 
 
 def course_notebook(path: Path) -> dict:
@@ -126,8 +126,8 @@ def make_course(notebooks: Path, folder: Path) -> Iterator[str]:
     for name in [name for name in new if base(releases[name]) != base(sources[name])]:
         result = nbgrader.generate_assignment(name)
         if not result["success"]:
-            said = (result.get("error") or result.get("log") or "it does not say why").strip()
-            raise ExportError(f"nbgrader cannot release {name}: {said.splitlines()[-1]}")
+            message = (result.get("error") or result.get("log") or "it does not say why").strip()
+            raise ExportError(f"nbgrader cannot release {name}: {message.splitlines()[-1]}")
     for beside in READ_BESIDE:
         shutil.copytree(ROOT / beside, folder / "release" / beside, dirs_exist_ok=True)
     for name, notebook in new.items():

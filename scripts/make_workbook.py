@@ -108,7 +108,7 @@ def read_learners(path: Path) -> dict:
 
 
 def base_file(path: Path, base_stamp: str) -> Path:
-    """Where the blank with this stamp, which the workbook at `path` came from, is kept."""
+    """Return the path of the blank with this stamp, from which the workbook at `path` was made."""
     return path.parent / ".base" / f"{path.stem}.{base_stamp}.ipynb"
 
 
@@ -122,7 +122,7 @@ def read_base(path: Path, base_stamp: str) -> dict | None:
 
 
 def alike(one: dict | None, other: dict | None) -> bool:
-    """Whether two cells, either of which may be absent, have the same kind, text and attached pictures."""
+    """Return whether two cells, either of which may be absent, have the same kind, text and attached pictures."""
     if one is None or other is None:
         return one is other
     return all((one.get(key) or "") == (other.get(key) or "") for key in ("cell_type", "source", "attachments"))
@@ -181,7 +181,7 @@ def directives(cell: dict) -> str:
     return "".join(itertools.takewhile(lambda line: line.startswith("#|"), lines))
 
 
-def with_places(cell: dict | None, base: dict | None, course: dict | None) -> dict | None:
+def with_moved_imports(cell: dict | None, base: dict | None, course: dict | None) -> dict | None:
     """A cell with what is the course's matter where the learner has left it alone: the directives that say to which
     module an answer goes, and the modules that names of the library are imported from.
     """
@@ -190,8 +190,10 @@ def with_places(cell: dict | None, base: dict | None, course: dict | None) -> di
     old, new, source = directives(base), directives(course), cell["source"]
     if directives(cell) == old:
         source = new + source[len(old) :]
-    moved = {found[1]: line for line in course["source"].split("\n") if (found := IMPORT.match(line))}
-    moved = {line: moved.get(found[1], line) for line in base["source"].split("\n") if (found := IMPORT.match(line))}
+    moved = {matched[1]: line for line in course["source"].split("\n") if (matched := IMPORT.match(line))}
+    moved = {
+        line: moved.get(matched[1], line) for line in base["source"].split("\n") if (matched := IMPORT.match(line))
+    }
     return {**cell, "source": "\n".join(moved.get(line, line) for line in source.split("\n"))}
 
 
@@ -225,9 +227,13 @@ def merge(
     cells, left_out = {}, []
     for name in {**new, **mine, **old}:
         first, course_cell = old.get(name), new.get(name)
-        versions = *(with_places(cell, first, course_cell) for cell in (first, mine.get(name))), course_cell
+        versions = *(with_moved_imports(cell, first, course_cell) for cell in (first, mine.get(name))), course_cell
         cell = settled(*versions)
-        if cell and course_cell is None and alike(with_places(cell, first, elsewhere.get(name)), elsewhere.get(name)):
+        if (
+            cell
+            and course_cell is None
+            and alike(with_moved_imports(cell, first, elsewhere.get(name)), elsewhere.get(name))
+        ):
             cell = None
         if cell is not None:
             cells[name] = cell
@@ -245,8 +251,8 @@ def describe(left_out: list[str], notebook: dict, course: dict) -> str:
     offered = {cell["id"] for cell in course["cells"]}
     words = []
     for name in left_out:
-        place = f"cell {numbers[name]} ({name})" if name in numbers else f"{name}, which you deleted"
-        words.append(place if name in offered else f"{place}, which the course dropped")
+        location = f"cell {numbers[name]} ({name})" if name in numbers else f"{name}, which you deleted"
+        words.append(location if name in offered else f"{location}, which the course dropped")
     return ", ".join(words)
 
 
@@ -273,13 +279,13 @@ def dropped_here(learner: dict, blank: dict) -> set[str]:
 
 
 def cells_elsewhere(path: Path, names: set[str]) -> dict[str, dict]:
-    """Those cells named `names` that stand in the learner's other notebooks."""
-    found = {}
+    """Return the cells named `names` in the learner's other notebooks."""
+    matched = {}
     for other in sorted(path.parent.glob("*.ipynb")) if names else ():
         if other != path:
             with contextlib.suppress(ExportError):
-                found |= {cell["id"]: cell for cell in read_learners(other)["cells"] if cell.get("id") in names}
-    return found
+                matched |= {cell["id"]: cell for cell in read_learners(other)["cells"] if cell.get("id") in names}
+    return matched
 
 
 def with_moved_cells(blank: dict, path: Path, notebooks: Path) -> dict:
@@ -287,7 +293,7 @@ def with_moved_cells(blank: dict, path: Path, notebooks: Path) -> dict:
     where the course had them before.
     """
     now = {each.name: [cell.get("id") for cell in read_notebook(each)["cells"]] for each in notebooks.glob("*.ipynb")}
-    places = collections.Counter(itertools.chain(*now.values()))  # many notebooks have a cell named title
+    counts = collections.Counter(itertools.chain(*now.values()))  # many notebooks have a cell named title
     cells = {cell["id"]: cell for cell in blank["cells"]}
     for other in sorted(path.parent.glob("*.ipynb")):
         try:
@@ -297,17 +303,17 @@ def with_moved_cells(blank: dict, path: Path, notebooks: Path) -> dict:
         base = read_base(other, learner["metadata"]["course"].get("base"))
         old = {cell["id"]: cell for cell in base["cells"]} if base else {}
         mine = by_id(learner["cells"], old)
-        gone = {name for name in cells if places[name] == 1} - {*now.get(other.name, ())}
+        gone = {name for name in cells if counts[name] == 1} - {*now.get(other.name, ())}
         mine = {name: cell for name, cell in mine.items() if name in gone}
         if has_old_shape(base, learner):
-            found = reshape(base, mine, blank)
-            old = {cell["id"]: cell for cell in found.base["cells"]} if found.base else {}
-            mine = {cell["id"]: cell for cell in found.cells}
+            matched = reshape(base, mine, blank)
+            old = {cell["id"]: cell for cell in matched.base["cells"]} if matched.base else {}
+            mine = {cell["id"]: cell for cell in matched.cells}
         previous = None
         for name, cell in mine.items():
             if name in cells:
                 first, new = old.get(name), cells[name]
-                cells[name] = settled(*(with_places(each, first, new) for each in (first, cell)), new)
+                cells[name] = settled(*(with_moved_imports(each, first, new) for each in (first, cell)), new)
             else:  # what is kept of the one before it
                 order = [*cells]
                 order.insert(order.index(previous) + 1, name)
@@ -324,18 +330,18 @@ def update(path: Path, blank: dict) -> str:
     keep_base(path, blank)
     if base_stamp == blank["metadata"]["course"]["base"]:
         return f"{path.stem}: up to date"
-    base = whole_base = read_base(path, base_stamp)
-    said = ""
+    base = full_base = read_base(path, base_stamp)
+    message = ""
     if has_old_shape(base, learner):
         known = {cell["id"]: cell for cell in (base or blank)["cells"]}
-        found = reshape(base, by_id(learner["cells"], known), blank)
-        base, learner, said = found.base, {**learner, "cells": found.cells}, found.words()
+        matched = reshape(base, by_id(learner["cells"], known), blank)
+        base, learner, message = matched.base, {**learner, "cells": matched.cells}, matched.words()
     notebook, left_out = merge(base, learner, blank, cells_elsewhere(path, dropped_here(learner, blank)))
     if path.read_bytes() != saved:  # JupyterLab saved meanwhile: take that instead
         return update(path, blank)
     write_atomically(path, to_text(opens_clean(notebook)))
-    line = f"{path.stem}: updated{said}"
-    if whole_base is None:
+    line = f"{path.stem}: updated{message}"
+    if full_base is None:
         line += ", without the copy once handed out, which is missing or damaged: all that differs is taken as yours"
     if left_out:
         new = base_file(path, blank["metadata"]["course"]["base"])
@@ -363,7 +369,7 @@ def hand_out(path: Path, blank: dict, notebooks: Path) -> str:
 
 
 def is_older(path: Path) -> bool:
-    """Whether the learner's notebook at `path` is of an older course, whose exercise cells held given code too."""
+    """Return whether the learner's notebook at `path` is of an older course, with given code in exercise cells."""
     try:
         return has_old_shape(None, read_learners(path))
     except ExportError:  # there is none, or it is damaged
@@ -393,16 +399,16 @@ def hand_out_page(source: Path, path: Path, only_missing: bool = False) -> Itera
     Each version that was handed out is kept in `.base/`, named by its hash. A page that is none of them is a learner's.
     """
 
-    def kept(page: bytes) -> Path:
+    def saved_blank(page: bytes) -> Path:
         return path.parent / ".base" / f"{path.stem}.{hashlib.sha256(page).hexdigest()[:12]}{path.suffix}"
 
     text = source.read_text(encoding="utf-8")
-    there = path.read_bytes() if path.exists() else None
-    if there is None or not only_missing and there != text.encode() and kept(there).exists():
-        kept(text.encode()).parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(kept(text.encode()), text)
+    present = path.read_bytes() if path.exists() else None
+    if present is None or not only_missing and present != text.encode() and saved_blank(present).exists():
+        saved_blank(text.encode()).parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(saved_blank(text.encode()), text)
         write_atomically(path, text)
-        yield f"{path.stem}: {'handed out' if there is None else 'updated'}"
+        yield f"{path.stem}: {'handed out' if present is None else 'updated'}"
 
 
 def main(argv: list[str] | None = None) -> int:

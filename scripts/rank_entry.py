@@ -1,4 +1,4 @@
-"""What runs on each rank: `main` of a notebook's default module, inside a process group, its error written down.
+"""The program of each rank: `main` of a notebook's default module, inside a process group. An error is written down.
 
     python -m torch.distributed.run … scripts/rank_entry.py [options] MODULE [options of the program]
 
@@ -7,7 +7,7 @@ The launcher starts it through torchrun, on the CPU in forks of a process that h
 
 1. Watch the launcher, so that no rank outlives it: a SIGKILL of torchrun leaves its ranks alive.
 2. Join the default process group: NCCL (or XCCL) on GPU number LOCAL_RANK, gloo on the CPU. There is one on a single
-   rank too, so `main` and every `group=None` may rely on it; `main` does not initialise another.
+   rank too, so `main` and every `group=None` may rely on it; `main` does not initialize another.
 3. Lay the learner's modules over the reference's, import MODULE and call `main(options)`.
 4. End by destroying the group, flushing and `os._exit`: a gloo rank may abort while the interpreter shuts down. A fork
    hears first from torchrun that all ranks are through.
@@ -61,14 +61,18 @@ class LearnersModules:
         names = {".".join(parts), ".".join([*parts, "__init__"])}
         if first != self.reference.name or not parts or names & self.not_taken:
             return None
-        own, theirs = (folder.joinpath(*parts) for folder in (self.overlay, self.reference))
+        overlaid, theirs = (folder.joinpath(*parts) for folder in (self.overlay, self.reference))
         if theirs.is_dir():
-            file, original, places = own / "__init__.py", theirs / "__init__.py", [str(own), str(theirs)]
+            file, original, search_paths = (
+                overlaid / "__init__.py",
+                theirs / "__init__.py",
+                [str(overlaid), str(theirs)],
+            )
         else:
-            file, original, places = own.with_suffix(".py"), theirs.with_suffix(".py"), None
+            file, original, search_paths = overlaid.with_suffix(".py"), theirs.with_suffix(".py"), None
         if not file.is_file() or not fits(file, original):
             return None
-        return importlib.util.spec_from_file_location(name, file, submodule_search_locations=places)
+        return importlib.util.spec_from_file_location(name, file, submodule_search_locations=search_paths)
 
 
 def open_library(overlay: Path | None, reference_modules: list[str]) -> None:
@@ -80,7 +84,7 @@ def open_library(overlay: Path | None, reference_modules: list[str]) -> None:
 
 
 def join_group() -> None:
-    """Initialise the default process group on this rank's device."""
+    """Initialize the default process group on this rank's device."""
     import torch
 
     from course_kit.ranks.connections import prepare_backend

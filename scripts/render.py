@@ -38,7 +38,7 @@ def shrunk(png: str) -> str:
     return min(base64.b64encode(smaller.getvalue()).decode(), "".join(png.split()), key=len)
 
 
-def is_kept(output: dict) -> bool:
+def is_stored(output: dict) -> bool:
     """Neither a view of a widget, nor a library's complaint that names a file of this machine, nor an empty output."""
     complains = output.get("name") == "stderr" and re.search(rf"{re.escape(str(ROOT))}|site-packages", output["text"])
     return WIDGET not in output.get("data", {}) and output.get("data") != {} and not complains
@@ -67,7 +67,7 @@ def render(path: Path) -> None:
         raise ExportError(f"{path}: cell {index + 1} ({notebook.cells[index].id}): {what.splitlines()[0]}") from None
     for cell in notebook.cells:
         if cell.cell_type == "code":
-            cell.outputs = [output for output in cell.outputs if is_kept(output)]
+            cell.outputs = [output for output in cell.outputs if is_stored(output)]
             for data in (output.data for output in cell.outputs if "image/png" in output.get("data", {})):
                 data["image/png"] = shrunk(data["image/png"])
     write_atomically(path, nbformat.writes(collapse_figures(clean(notebook))) + "\n")

@@ -66,14 +66,14 @@ class Answers:
 
     def moved_to(self, wanted: ExportedCell) -> str | None:
         """The source of a new cell; None where the learner has written nothing of it."""
-        found = {name: self.answer(name, piece.node, wanted) for name, piece in wanted.definitions.items()}
-        if not any(found.values()):
+        result = {name: self.answer(name, definition.node, wanted) for name, definition in wanted.definitions.items()}
+        if not any(result.values()):
             return None
-        texts = [text or "\n".join(wanted.definitions[name].lines) for name, text in found.items()]
+        texts = [text or "\n".join(wanted.definitions[name].lines) for name, text in result.items()]
         return wanted.source.split("\n")[0] + "\n" + "\n\n\n".join([*self.added(wanted), *texts])
 
     def nothing_else(self) -> bool:
-        """Whether all that was not moved is as it was handed out."""
+        """Return whether all that was not moved is as it was handed out."""
         if self.handed_out is None:
             return False
         moved = {part.key for part in self.parts if part.lines <= self.taken}
@@ -87,15 +87,15 @@ class Answers:
         return [line.strip() for number, line in lines if line.strip() and number not in without]
 
     def is_theirs(self, part: Part) -> bool:
-        """Whether a part is a learner's own work."""
+        """Return whether a part is a learner's own work."""
         given = self.given.get(part.key)
         return not BLANK.search(part.text) and (given is None or given.text != part.text)
 
     def find(self, name: str, cls: str | None) -> Part | None:
         """The learner's definition of a name; a method of the class, or else of the one class that has it."""
-        found = [part for part in self.parts if part.name == name and (part.cls is None) == (cls is None)]
-        exact = [part for part in found if part.cls == cls]
-        return exact[-1] if exact else found[0] if len(found) == 1 else None
+        result = [part for part in self.parts if part.name == name and (part.cls is None) == (cls is None)]
+        exact = [part for part in result if part.cls == cls]
+        return exact[-1] if exact else result[0] if len(result) == 1 else None
 
     def answer(self, name: str, course: Definition, wanted: ExportedCell) -> str | None:
         """What the learner has written of a definition; None where that is nothing."""
@@ -109,16 +109,16 @@ class Answers:
 
     def filled(self, text: str, course: ast.ClassDef) -> str | None:
         """The course's class, `text`, with what the learner has written of its methods; None where that is nothing."""
-        found = False
+        result = False
         for method in methods_of(course):
             for mine in [part for part in self.parts if part.key == (course.name, method.name)][-1:]:
                 if not self.is_theirs(mine):
                     continue
-                place = next(part for part in parts(text) if part.key == (course.name, method.name))
+                target = next(part for part in parts(text) if part.key == (course.name, method.name))
                 lines = text.split("\n")
                 new = textwrap.indent(self.take(mine), "    ").split("\n")
-                text, found = "\n".join(lines[: min(place.lines) - 1] + new + lines[max(place.lines) :]), True
-        return text if found else None
+                text, result = "\n".join(lines[: min(target.lines) - 1] + new + lines[max(target.lines) :]), True
+        return text if result else None
 
     def take(self, part: Part) -> str:
         """The text of a part, which is moved."""
@@ -160,7 +160,7 @@ def annotated(text: str, cls: str | None) -> str:
 
 
 def has_old_shape(base: dict | None, learner: dict) -> bool:
-    """Whether what the learner was handed out is a notebook of an older course."""
+    """Return whether what the learner was handed out is a notebook of an older course."""
     return program_of(base or learner) is None
 
 
@@ -171,14 +171,14 @@ class Reshaped:
     base: dict | None  # the notebook that was handed out
     cells: list[dict]  # the learner's
     over: list[str]  # exercises whose new cells hold what the learner has written
-    kept: list[str]  # ids of raw cells with what else the learner has changed
+    set_aside: list[str]  # ids of raw cells with what else the learner has changed
 
     def words(self) -> str:
         """What a learner is told."""
-        over, kept = ", ".join(self.over), ", ".join(self.kept)
+        over, set_aside = ", ".join(self.over), ", ".join(self.set_aside)
         over = f"; your answers stand in their new cells, run the checks again: {over}" if over else ""
-        kept = f"; what else you had changed is kept in raw cells: {kept}" if kept else ""
-        return f" to a new shape{over}{kept}"
+        set_aside = f"; what else you had changed is kept in raw cells: {set_aside}" if set_aside else ""
+        return f" to a new shape{over}{set_aside}"
 
 
 def reshape(base: dict | None, learner: dict[str, dict], course: dict) -> Reshaped:
@@ -189,7 +189,7 @@ def reshape(base: dict | None, learner: dict[str, dict], course: dict) -> Reshap
     """
     old = {cell["id"]: cell for cell in base["cells"]} if base else {}
     new = {cell["id"]: cell for cell in course["cells"]}
-    cells, found = {}, Reshaped(base, [], [], [])
+    cells, result = {}, Reshaped(base, [], [], [])
     replaced, dropped = {}, set()
     for name, cell in learner.items():
         if name in cells:
@@ -200,9 +200,9 @@ def reshape(base: dict | None, learner: dict[str, dict], course: dict) -> Reshap
         elif is_value(stands):
             cells[name] = {**cell, "source": without_directives(cell)}
         else:
-            below = kept(cell, {*learner, *new, *cells})
+            below = set_aside(cell, {*learner, *new, *cells})
             moved, nothing_else = move_answers(name, old, learner, new) if stands else ({}, False)
-            found.over += [exercise_of(name)] * any(moved.values())
+            result.over += [exercise_of(name)] * any(moved.values())
             if stands:
                 moved = moved or {name: None}
                 replaced |= {each: new[each] for each in moved}
@@ -211,21 +211,21 @@ def reshape(base: dict | None, learner: dict[str, dict], course: dict) -> Reshap
                 dropped.add(name)
             if not nothing_else:
                 cells[below["id"]] = below
-                found.kept.append(below["id"])
+                result.set_aside.append(below["id"])
     if base:
-        found.base = {**base, "cells": [cell for name, cell in (old | replaced).items() if name not in dropped]}
-    found.cells = list(cells.values())
-    return found
+        result.base = {**base, "cells": [cell for name, cell in (old | replaced).items() if name not in dropped]}
+    result.cells = list(cells.values())
+    return result
 
 
 def is_changed(cell: dict, old: dict | None, new: dict | None) -> bool:
-    """Whether a cell of the course's code is neither what was handed out nor what the course has now."""
+    """Return whether a cell of the course's code is neither what was handed out nor what the course has now."""
     same = [each for each in (old, new) if each and all(each[key] == cell[key] for key in ("cell_type", "source"))]
     return cell["cell_type"] in ("code", "raw") and not same and (old or new) is not None
 
 
 def is_value(course: dict | None) -> bool:
-    """Whether a cell of the course is an exercise that is not exported: what the learner has written stays as it is."""
+    """Return whether a cell of the course is an exercise that is not exported: what the learner has written stays as it is."""
     return course is not None and exercise_of(course["id"]) is not None and not course["source"].startswith("#|")
 
 
@@ -249,9 +249,9 @@ def move_answers(name: str, old: dict, learner: dict, new: dict) -> tuple[dict[s
         return dict.fromkeys(cells), False
 
 
-def kept(cell: dict, taken: set[str]) -> dict:
+def set_aside(cell: dict, taken: set[str]) -> dict:
     """A raw cell with the text of a learner's cell, under an id of its own."""
     ids = (f"old-{cell['id']}"[:60] + (f"-{number}" if number else "") for number in itertools.count())
     words = f"Your cell {cell['id']} as it was before this notebook changed its shape. Delete it when you like."
-    own = next(each for each in ids if each not in taken)
-    return {"cell_type": "raw", "id": own, "metadata": {}, "source": f"{words}\n\n{cell['source']}"}
+    free_id = next(each for each in ids if each not in taken)
+    return {"cell_type": "raw", "id": free_id, "metadata": {}, "source": f"{words}\n\n{cell['source']}"}

@@ -36,6 +36,7 @@ from course_lib.five_d.meshes import build_mesh
 from course_lib.five_d.model import ParallelModel, parallelize
 from course_lib.pipeline.runner import PipelineRunner
 from course_lib.pipeline.schedules import num_stages
+from course_lib.pipeline.transfers import StageInput
 from course_lib.single_gpu.config import ModelConfig
 from course_lib.single_gpu.profile import CATEGORIES, MemoryProfile
 
@@ -150,8 +151,8 @@ def prepare_step(parallel: ParallelModel, sequences: int, seq: int) -> torch.Ten
     runner.use(schedule_of(layout, sequences // layout.micro_batch))
     tokens = seq // layout.cp // (layout.tp if layout.sequence_parallel else 1)
     shape = torch.Size((layout.micro_batch, tokens, parallel.config.hidden))
-    entering = [None] + [(shape, parallel.dtype)] * (num_stages(runner.schedule) - 1)
-    runner.shapes[torch.Size((sequences, seq // layout.cp)), torch.float32] = entering
+    entering: list[StageInput | None] = [StageInput(shape, parallel.dtype)] * (num_stages(runner.schedule) - 1)
+    runner.shapes[torch.Size((sequences, seq // layout.cp)), torch.float32] = [None, *entering]
     return torch.zeros(sequences, seq, dtype=torch.int64)
 
 

@@ -91,7 +91,9 @@ def weight_chunks(parallel: ParallelModel) -> Chunks:
     """Return this rank's chunks of weights, and of the buffers in a state_dict, by name: views of the model's memory,
     in float32 even if the stages compute in a lower precision.
     """
-    dealt = {}  # by weight: its elements in a tensor that the optimizer updates, and which elements these are
+    dealt: dict[
+        torch.Tensor, tuple
+    ] = {}  # by weight: its elements in a tensor that the optimizer updates, and which elements these are
     for updated in parallel.sharding.updated_tensors():
         shards = updated.split(updated.tensor.detach())
         dealt.update(zip(updated.weights, zip(shards, updated.spans, strict=True), strict=True))

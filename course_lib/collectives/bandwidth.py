@@ -1,7 +1,7 @@
 """Bandwidth of collectives: timed by size, as nccl-tests defines it, and fitted by a latency and a bandwidth.
 
-time = alpha + bytes / beta: alpha is what a call costs however small the tensor, beta what the links bring when it is
-large (Hockney 1994, "The communication challenge for MPP").
+time = alpha + bytes / beta: alpha is the latency of a call, however small the tensor, beta the bandwidth for a
+large one (Hockney 1994, "The communication challenge for MPP").
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import time
 import torch
 import torch.distributed as dist
 
+from course_lib.collectives.devices import device_type
 from course_lib.collectives.into_tensor import all_gather_into_tensor, reduce_scatter_tensor
 
 
@@ -22,12 +23,12 @@ def bandwidths(collective: str, size: int, seconds: float, world_size: int) -> t
     all_to_all, broadcast or reduce. Raises ValueError for any other.
     """
     n = world_size
-    each_piece_once = (n - 1) / n
+    each_shard_once = (n - 1) / n
     factors = {
-        "all_reduce": 2 * each_piece_once,
-        "reduce_scatter": each_piece_once,
-        "all_gather": each_piece_once,
-        "all_to_all": each_piece_once,
+        "all_reduce": 2 * each_shard_once,
+        "reduce_scatter": each_shard_once,
+        "all_gather": each_shard_once,
+        "all_to_all": each_shard_once,
         "broadcast": 1,
         "reduce": 1,
     }
@@ -36,37 +37,35 @@ def bandwidths(collective: str, size: int, seconds: float, world_size: int) -> t
     return size / seconds, size / seconds * factors[collective]
 
 
-def run_collective(collective: str, tensor: torch.Tensor, piece: torch.Tensor, group=None) -> None:
-    """All-reduce `tensor`, [N·k], or all-gather it from the ranks' `piece`, [k], or reduce-scatter it into that."""
+def run_collective(collective: str, tensor: torch.Tensor, shard: torch.Tensor, group=None) -> None:
+    """All-reduce `tensor`, [N·k], or all-gather it from the ranks' `shard`s, [k], or reduce-scatter it to `shard`."""
     if collective == "all_reduce":
         dist.all_reduce(tensor, group=group)
     elif collective == "all_gather":
-        all_gather_into_tensor(tensor, piece, group=group)
+        all_gather_into_tensor(tensor, shard, group=group)
     elif collective == "reduce_scatter":
-        reduce_scatter_tensor(piece, tensor, group=group)
+        reduce_scatter_tensor(shard, tensor, group=group)
     else:
         raise ValueError(f"the sweep knows all_reduce, all_gather and reduce_scatter, not {collective!r}")
 
 
 def time_collective(collective: str, size: int, group=None) -> dict:
-    """Time a collective on `size` bytes of float32, rounded down to whole pieces. The same record on all ranks:
-    collective, ranks, bytes, seconds, algbw, busbw (bytes a second).
+    """Time a collective on `size` bytes of float32, rounded down to equal shards. Return the same record on all ranks:
+    collective, ranks, bytes, seconds, algbw, busbw (bytes per second).
     """
-    n, device = dist.get_world_size(group), torch.device("cpu")
-    if dist.get_backend(group) != "gloo":
-        device = torch.accelerator.current_accelerator()
+    n, device = dist.get_world_size(group), torch.device(device_type(group))
     tensor = torch.zeros(max(1, size // (4 * n)) * n, device=device)
-    piece, rounds = torch.zeros(tensor.numel() // n, device=device), []
+    shard, seconds = torch.zeros(tensor.numel() // n, device=device), []
     calls = 20 if device.type != "cpu" else max(1, min(4, 2**23 // tensor.nbytes))  # 20: as nccl-tests
     for _ in range(24 if tensor.nbytes < 2**20 else 4):  # the first one warms up; short ones need more
         dist.barrier(group)
         start = time.perf_counter()
         for _ in range(calls):
-            run_collective(collective, tensor, piece, group)
+            run_collective(collective, tensor, shard, group)
         if device.type != "cpu":
             torch.accelerator.synchronize()
-        rounds.append((time.perf_counter() - start) / calls)
-    mean = torch.tensor(sorted(rounds[1:])[len(rounds) // 2 - 1] / n, device=device)
+        seconds.append((time.perf_counter() - start) / calls)
+    mean = torch.tensor(sorted(seconds[1:])[len(seconds) // 2 - 1] / n, device=device)
     dist.all_reduce(mean, group=group)
     algorithm, bus = bandwidths(collective, tensor.nbytes, mean.item(), n)
     measured = {"bytes": tensor.nbytes, "seconds": mean.item(), "algbw": algorithm, "busbw": bus}
@@ -74,7 +73,7 @@ def time_collective(collective: str, size: int, group=None) -> dict:
 
 
 def sweep(collectives: list[str], sizes: list[int], group=None, on_record=lambda record: None) -> list[dict]:
-    """The records of `time_collective` for each collective and size in bytes; each goes to `on_record` as it comes."""
+    """Return the record of `time_collective` for each collective and size in bytes; pass each to `on_record`."""
     records = []
     for collective in collectives:
         for size in sizes:

@@ -1,5 +1,5 @@
-"""All-gather and reduce-scatter of one tensor, by the names that everybody knows: newer versions of PyTorch call them
-`all_gather_single` and `reduce_scatter_single`, older ones know these alone.
+"""All-gather and reduce-scatter of one tensor, by their established names: newer versions of PyTorch call them
+`all_gather_single` and `reduce_scatter_single`, older ones have only these.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import torch.distributed as dist
 
 
 def all_gather_into_tensor(output: torch.Tensor, input: torch.Tensor, group=None, async_op: bool = False):
-    """The ranks' `input`s [k, ...], one after another, in `output` [N·k, ...]; with async_op a work to wait for."""
+    """Write the ranks' `input`s [k, ...], one after another, to `output` [N·k, ...]. Return a work if async_op."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(output, input, group=group, async_op=async_op)
 
 
 def reduce_scatter_tensor(output: torch.Tensor, input: torch.Tensor, group=None, async_op: bool = False):
-    """The sum over the ranks of this rank's piece of `input` [N·k, ...], in `output` [k, ...]; as above."""
+    """Write the sum over the ranks of this rank's shard of `input` [N·k, ...] to `output` [k, ...]; else as above."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return scatter(output, input, group=group, async_op=async_op)

@@ -25,17 +25,17 @@ def tree_broadcast(tensor: torch.Tensor, src: int = 0, group: dist.ProcessGroup 
     tensor: contiguous, any shape and dtype, the same on all ranks.
     """
     rank, n = dist.get_rank(group), dist.get_world_size(group)
-    place, have = (rank - src) % n, 1
+    index, have = (rank - src) % n, 1
     while have < n:
-        if place < have and place + have < n:
+        if index < have and index + have < n:
             dist.send(tensor, group_dst=(rank + have) % n, group=group)
-        elif have <= place < 2 * have:
+        elif have <= index < 2 * have:
             dist.recv(tensor, group_src=(rank - have) % n, group=group)
         have *= 2
 
 
-def exchange(sent: torch.Tensor, received: torch.Tensor, group=None) -> None:
-    """Send to the next rank of the group while receiving from the previous one; returns when both are done.
+def exchange(sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Send to the next rank of the group while receiving from the previous one; return when both are done.
 
     Both start as one batch. NCCL needs that: one after the other, a send and a receive can block each other.
     """
@@ -48,35 +48,35 @@ def exchange(sent: torch.Tensor, received: torch.Tensor, group=None) -> None:
 
 # exercise 03.4
 def ring_reduce_scatter(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Return this rank's piece of the sum over the group: piece r of N is the view
+    """Return this rank's shard of the sum over the group: shard r of N is the view
     `tensor.view(-1).tensor_split(N)[r]`.
 
-    The rest of `tensor` serves as working memory; no other tensor is larger than a piece, and no more than two are held
-    at a time. N-1 steps of `exchange`; sends the tensor less this rank's piece (Patarasuk and Yuan 2009, "Bandwidth
+    The rest of `tensor` serves as working memory; no other tensor is larger than a shard, and no more than two are held
+    at a time. N-1 steps of `exchange`; sends the tensor less this rank's shard (Patarasuk and Yuan 2009, "Bandwidth
     optimal all-reduce algorithms"). tensor: any shape and dtype, the same on all ranks; contiguous.
     """
     rank, n = dist.get_rank(group), dist.get_world_size(group)
-    pieces = tensor.view(-1).tensor_split(n)
-    buffer = torch.empty_like(pieces[0])  # the first piece is the largest
+    shards = tensor.view(-1).tensor_split(n)
+    buffer = torch.empty_like(shards[0])  # the first shard is the largest
     for step in range(n - 1):
-        partial, added = pieces[(rank - step - 1) % n], pieces[(rank - step - 2) % n]
+        partial, added = shards[(rank - step - 1) % n], shards[(rank - step - 2) % n]
         received = buffer[: added.numel()]
         exchange(partial, received, group)
         added.add_(received)
-    return pieces[rank]
+    return shards[rank]
 
 
 # exercise 03.5
 def ring_all_gather(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """Fill in the other ranks' pieces; on entry rank r of N has its own, `tensor.view(-1).tensor_split(N)[r]`.
+    """Fill in the other ranks' shards; on entry rank r of N has its own, `tensor.view(-1).tensor_split(N)[r]`.
 
-    N-1 steps of `exchange`; sends every piece but the next rank's own, and makes no tensor larger than a piece. tensor:
+    N-1 steps of `exchange`; sends every shard but the next rank's own, and makes no tensor larger than a shard. tensor:
     any shape and dtype, the same on all ranks; contiguous.
     """
     rank, n = dist.get_rank(group), dist.get_world_size(group)
-    pieces = tensor.view(-1).tensor_split(n)
+    shards = tensor.view(-1).tensor_split(n)
     for step in range(n - 1):
-        exchange(pieces[(rank - step) % n], pieces[(rank - step - 1) % n], group)
+        exchange(shards[(rank - step) % n], shards[(rank - step - 1) % n], group)
 
 
 CHUNK = 2**22  # elements
@@ -86,7 +86,7 @@ CHUNK = 2**22  # elements
 def ring_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
     """Replace `tensor` by the sum over the group, in chunks of CHUNK elements, each in 2(N-1) steps.
 
-    Sends 2(N-1)/N of the tensor (Patarasuk and Yuan 2009); needs a buffer of a chunk's piece. tensor: any shape
+    Sends 2(N-1)/N of the tensor (Patarasuk and Yuan 2009); needs a buffer of a chunk's shard. tensor: any shape
     and dtype, the same on all ranks; contiguous.
     """
     for chunk in tensor.view(-1).split(CHUNK):
@@ -98,18 +98,18 @@ def ring_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None
 def two_level_all_reduce(
     tensor: torch.Tensor, inside: dist.ProcessGroup | None, across: dist.ProcessGroup | None
 ) -> None:
-    """Replace `tensor` by the sum over all ranks of all nodes; one piece of it only goes across the nodes.
+    """Replace `tensor` by the sum over all ranks of all nodes; one shard of it only goes across the nodes.
 
-    inside: the group of this rank's node; across: of the ranks with the same place in each node. Makes no tensor larger
-    than a piece, and sends no more inside the node than a reduce-scatter and an all-gather. tensor: contiguous.
+    inside: the group of this rank's node; across: of the ranks with the same index in each node. Makes no tensor
+    larger than a shard, and sends no more inside the node than a reduce-scatter and an all-gather. tensor: contiguous.
     """
-    piece = ring_reduce_scatter(tensor, inside)
-    ring_all_reduce(piece, across)
+    shard = ring_reduce_scatter(tensor, inside)
+    ring_all_reduce(shard, across)
     ring_all_gather(tensor, inside)
 
 
 def options(argv: list[str] | None = None) -> argparse.Namespace:
-    """The program's options. Touches nothing; an unknown or impossible one ends the program with status 2."""
+    """Parse the program's options. Touches nothing; an unknown or impossible one ends the program with status 2."""
     parser = argparse.ArgumentParser(
         prog="collectives",
         description="Time collectives by size, as nccl-tests does.",
@@ -121,16 +121,16 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-kib", type=int, default=64 * 1024, help="the largest tensor")
     parser.add_argument("--factor", type=int, default=4, help="from one size to the next")
     parser.add_argument("--out", type=out_file, help="a JSON file for the records of all sizes")
-    chosen = parser.parse_args(argv)
-    if not 1 <= chosen.min_kib <= chosen.max_kib:
+    args = parser.parse_args(argv)
+    if not 1 <= args.min_kib <= args.max_kib:
         parser.error("--min-kib must be 1 or more, and --max-kib no less than --min-kib")
-    if chosen.factor < 2:
+    if args.factor < 2:
         parser.error("--factor must be 2 or more")
-    return chosen
+    return args
 
 
 def describe(record: dict) -> str:
-    """One line of the table."""
+    """Return one line of the table."""
     speeds = "".join(f"{record[key] / 1e9:>14.3f}" for key in ("algbw", "busbw"))
     return f"{record['collective']:<16}{record['bytes']:>14,}{record['seconds'] * 1e6:>14,.0f}{speeds}"
 
@@ -138,24 +138,24 @@ def describe(record: dict) -> str:
 def main(argv: list[str] | None = None) -> list[dict]:
     """Time collectives as the options say. Rank 0 prints a line for each size and a fit for each collective.
 
-    Returns the records of `sweep`; rank 0 writes them where --out says. Needs the default process group.
+    Returns the records of `sweep`; rank 0 writes them to --out. Needs the default process group.
     """
-    chosen = options(argv)
-    sizes, size = [], 1024 * chosen.min_kib
-    while size <= 1024 * chosen.max_kib:
+    args = options(argv)
+    sizes, size = [], 1024 * args.min_kib
+    while size <= 1024 * args.max_kib:
         sizes.append(size)
-        size *= chosen.factor
-    speaks = dist.get_rank() == 0
-    if speaks:
+        size *= args.factor
+    prints = dist.get_rank() == 0
+    if prints:
         print(f"{dist.get_world_size()} ranks, {dist.get_backend()}, float32")
         print(f"{'collective':<16}{'bytes':>14}{'µs':>14}{'algbw GB/s':>14}{'busbw GB/s':>14}")
-    records = sweep(chosen.collectives, sizes, on_record=lambda record: print(describe(record)) if speaks else None)
-    for collective in chosen.collectives if speaks and len(sizes) > 1 else []:
+    records = sweep(args.collectives, sizes, on_record=lambda record: print(describe(record)) if prints else None)
+    for collective in args.collectives if prints and len(sizes) > 1 else []:
         points = [(record["bytes"], record["seconds"]) for record in records if record["collective"] == collective]
-        alpha, beta = fit_alpha_beta(*zip(*points, strict=True))
+        alpha, beta = fit_alpha_beta([size for size, _ in points], [seconds for _, seconds in points])
         known = f"{beta / 1e9:.3f} GB/s" if beta > 0 else "not determined by these sizes: go larger"
         print(f"{collective}: alpha {alpha * 1e6:,.0f} µs, beta {known}")
-    if chosen.out and speaks:
-        details = {"options": {k: str(v) for k, v in vars(chosen).items()}, "backend": dist.get_backend()}
-        chosen.out.write_text(json.dumps(details | {"records": records}, indent=1))
+    if args.out and prints:
+        details = {"options": {k: str(v) for k, v in vars(args).items()}, "backend": dist.get_backend()}
+        args.out.write_text(json.dumps(details | {"records": records}, indent=1))
     return records

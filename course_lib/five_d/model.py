@@ -58,7 +58,7 @@ from course_lib.zero.sharded_models import fully_shard
 # exercise 10.5
 def split_model(
     config: ModelConfig, layout: Layout, mesh: Mesh, extra: Iterable[Callable] = (), moe: dict | None = None
-) -> nn.Module:
+) -> Transformer:
     """Make a `Transformer` on the meta device, split over tp, ep and cp by the transforms of notebooks 06 to 08.
 
     extra: transforms of your own, applied to the split model in their order; moe: arguments of apply_moe.
@@ -234,7 +234,9 @@ def local_stages(
     vars(model)["routing"] = next((router.routing for router in routers_of(model)), None)  # its stages have it as well
     schedule = schedule_of(layout, 2 * layout.pp)
     stages = split_stages(model, num_stages(schedule))
-    local = {number: stages[number] for number in sorted({action.stage for action in schedule[mesh.pp.rank()]})}
+    local: dict[int, nn.Module] = {
+        number: stages[number] for number in sorted({action.stage for action in schedule[mesh.pp.rank()]})
+    }
     for stage in local.values() if layout.recompute != "none" else ():  # `extra` may have compiled the blocks
         apply_recompute(stage, layout.recompute)
     return schedule, local

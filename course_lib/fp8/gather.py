@@ -33,16 +33,14 @@ import weakref
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from course_lib.fp8.delayed_scaling import DelayedQuantizer, max_over_ranks
 from course_lib.fp8.linear import LayerQuantizers
 from course_lib.fp8.quantization import Quantized, block_amax, blocks_of, dequantize, quantize
 from course_lib.fp8.quantizers import Quantizer
+from course_lib.zero.parameters import Slot
 from course_lib.zero.sharded_parameters import Encoding, ShardedParameters
-
-Slot = tuple[str, nn.Module, str]  # full name of a parameter, its module, its name there
 
 
 def weight_quantizer(slots: list[Slot]) -> Quantizer | None:

@@ -1,4 +1,4 @@
-"""Stages of layers on ranks of their own: schedules as lists of actions, and one runner for all of them."""
+"""Pipeline parallelism: schedules as lists of actions, and one runner for all of them."""
 
 from __future__ import annotations
 

@@ -24,63 +24,63 @@ from course_lib.tensor_parallel.shards import materialize
 
 
 def options(argv: list[str] | None = None) -> argparse.Namespace:
-    """The program's options. Touches nothing; an unknown or impossible one ends the program with status 2."""
+    """Parse the program's options. Touches nothing; an unknown or impossible one ends the program with status 2."""
     parser = single_gpu.training_parser("pipeline", "Train with pipeline and data parallelism.")
     parser.add_argument("--schedule", default="1f1b", choices=[*SCHEDULES, "interleaved"])
-    parser.add_argument("--pp", type=int, help="ranks of a pipeline; all by default")
-    parser.add_argument("--virtual", type=int, default=2, help="interleaved: stages a rank")
+    parser.add_argument("--pp", type=int, help="ranks per pipeline; all by default")
+    parser.add_argument("--virtual", type=int, default=2, help="interleaved: stages per rank")
     parser.add_argument("--run", type=int, help="interleaved: micro-batches in a row; pp (depth first) by default")
-    parser.add_argument("--micro-batches", type=int, help="of a step; --batch by default")
+    parser.add_argument("--micro-batches", type=int, help="per step; --batch by default")
     parser.add_argument("--recompute", default="none", choices=["none", "selective", "full"])
-    chosen = single_gpu.parse(parser, argv)
-    chosen.micro_batches = chosen.batch if chosen.micro_batches is None else chosen.micro_batches
-    if chosen.micro_batches < 1 or chosen.batch % chosen.micro_batches:
+    args = single_gpu.parse(parser, argv)
+    args.micro_batches = args.batch if args.micro_batches is None else args.micro_batches
+    if args.micro_batches < 1 or args.batch % args.micro_batches:
         parser.error("--micro-batches must divide --batch")
-    if chosen.pp is not None:
+    if args.pp is not None:
         try:
-            schedule = schedule_by_name(chosen.schedule, chosen.pp, chosen.micro_batches, chosen.virtual, chosen.run)
-            split_layers(PRESETS[chosen.preset].layers, num_stages(schedule))
+            schedule = schedule_by_name(args.schedule, args.pp, args.micro_batches, args.virtual, args.run)
+            split_layers(PRESETS[args.preset].layers, num_stages(schedule))
         except ValueError as error:
             parser.error(str(error))
-    return chosen
+    return args
 
 
 def main(argv: list[str] | None = None) -> list[dict]:
-    """Train as the options say. Rank 0 prints one line a step and writes where --out says. tokens/s are those of a
-    pipeline's batch, divided by its ranks.
+    """Train as the options say. Rank 0 prints one line per step and writes the records to --out. tokens/s are those of
+    a pipeline's batch, divided by its ranks.
 
-    Returns the records. Needs the default process group. Raises ValueError where --pp does not divide the ranks, or the
-    schedule is not defined.
+    Returns the records. Needs the default process group. Raises ValueError if --pp does not divide the ranks, or the
+    schedule refuses these sizes.
     """
-    chosen, rank, world_size = options(argv), dist.get_rank(), dist.get_world_size()
-    pp = chosen.pp or world_size
+    args, rank, world_size = options(argv), dist.get_rank(), dist.get_world_size()
+    pp = args.pp or world_size
     if world_size % pp:
         raise ValueError(f"--pp {pp} does not divide the {world_size} ranks")
     dp_group, group = dist.init_device_mesh(device_type(), (world_size // pp, pp)).get_all_groups()
-    schedule = schedule_by_name(chosen.schedule, pp, chosen.micro_batches, chosen.virtual, chosen.run)
+    schedule = schedule_by_name(args.schedule, pp, args.micro_batches, args.virtual, args.run)
     runner = None
 
     def build(config, seed):
         nonlocal runner
         with torch.device("meta"):
             stages = split_stages(Transformer(config), num_stages(schedule))
-        own = {action.stage: stages[action.stage] for action in schedule[group.rank()]}
+        local = {action.stage: stages[action.stage] for action in schedule[group.rank()]}
         materialize(
-            nn.ModuleList(own.values()), lambda name, each: init_parameter(name.split(".", 1)[1], each, config, seed)
+            nn.ModuleList(local.values()), lambda name, each: init_parameter(name.split(".", 1)[1], each, config, seed)
         )
-        for stage in own.values():
-            apply_recompute(stage, chosen.recompute)
-        runner = PipelineRunner(own, schedule, group, dp_group=dp_group)
+        for stage in local.values():
+            apply_recompute(stage, args.recompute)
+        runner = PipelineRunner(local, schedule, group, dp_group=dp_group)
         runner.stages.config = config
         return DataParallel(runner.stages, dp_group)
 
     def step(dp, optimizer, inputs, targets, dtype=torch.float32, max_norm=1.0):
         optimizer.zero_grad()
-        part = runner.step(inputs, targets, dtype, no_sync=dp.no_sync)
+        loss = runner.step(inputs, targets, dtype, no_sync=dp.no_sync)
         dp.finish()
         clip_grad_norm_(runner, max_norm)
         optimizer.step()
-        dist.all_reduce(part)
-        return part / dp_group.size()
+        dist.all_reduce(loss)
+        return loss / dp_group.size()
 
-    return single_gpu.run(chosen, step, build, rank=rank, world_size=world_size, ranks_per_batch=pp)
+    return single_gpu.run(args, step, build, rank=rank, world_size=world_size, ranks_per_batch=pp)

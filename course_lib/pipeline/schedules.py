@@ -1,9 +1,9 @@
-"""Pipeline schedules as data: for each rank a list of actions, in order. What is checked, simulated and run elsewhere.
+"""Pipeline schedules as data: for each rank a list of actions, in order.
 
-p ranks, m micro-batches, v stages a rank. t_f, t_i, t_w: times of F, I, W; B takes t_i + t_w. Bubble: idle time of a
+p ranks, m micro-batches, v stages per rank. t_f, t_i, t_w: times of F, I, W; B takes t_i + t_w. Bubble: idle time of a
 rank between its first and its last action; live: micro-batches whose activations a rank holds, by stage.
 
-    schedule         bubble                               live, at most     stages a rank
+    schedule         bubble                               live, at most     stages per rank
     naive            (p-1) m (t_f + t_i + t_w)            1                 1
     afab             (p-1) (t_f + t_i + t_w)              m                 1
     one_f_one_b      (p-1) (t_f + t_i + t_w)              p                 1
@@ -23,38 +23,38 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from course_lib.pipeline.actions import Action, Overlapped, Schedule, check_sizes
 
 
 def naive(p: int, m: int) -> Schedule:
-    """One micro-batch after the other goes through all stages, there and back."""
+    """Each micro-batch goes forward and backward through all stages before the next one begins."""
     check_sizes(p, m)
     return [[Action(kind, rank, i) for i in range(m) for kind in "FB"] for rank in range(p)]
 
 
 def afab(p: int, m: int) -> Schedule:
-    """All forwards, then all backwards."""
+    """All forwards, then all backwards (GPipe)."""
     check_sizes(p, m)
     return [[Action(kind, rank, i) for kind in "FB" for i in range(m)] for rank in range(p)]
 
 
 # exercise 09.4
-def steady_1f1b(forwards: list[Action], backwards: list[list[Action]], ahead: int) -> list[Action]:
-    """Return `ahead` forwards (all, where there are fewer), then a forward and a backward in turn, then the backwards
-    that are left; each backward is a list of actions. There are as many backwards as forwards.
+def steady_1f1b(forwards: list[Action], backwards: list[list[Action]], warmup_microbatches: int) -> list[Action]:
+    """Return 1F1B's order: `warmup_microbatches` forwards (at most all), then a forward and a backward in turn, then
+    the remaining backwards. Each backward is a list of actions; there are as many backwards as forwards.
     """
-    ahead = min(ahead, len(forwards))
-    pairs = zip(forwards[ahead:], backwards, strict=False)
+    warmup = min(warmup_microbatches, len(forwards))
+    pairs = zip(forwards[warmup:], backwards, strict=False)
     steady = [action for forward, backward in pairs for action in (forward, *backward)]
-    rest = [action for backward in backwards[len(forwards) - ahead :] for action in backward]
-    return forwards[:ahead] + steady + rest
+    rest = [action for backward in backwards[len(forwards) - warmup :] for action in backward]
+    return forwards[:warmup] + steady + rest
 
 
 # exercise 09.4
 def one_f_one_b(p: int, m: int) -> Schedule:
-    """One forward, one backward: rank r, which has stage r, begins with p - 1 - r forwards (m, where there are fewer).
+    """One forward, one backward: rank r, which has stage r, begins with p - 1 - r forwards, or m if that is less.
 
     Micro-batches are in the order 0 … m - 1, forward and backward. Narayanan et al. 2021, §2.2.
     """
@@ -95,9 +95,9 @@ def interleaved(p: int, m: int, v: int, run: int | None = None) -> Schedule:
 
 # exercise 09.13
 def delay_weight_grads(p: int, m: int, k: int) -> Schedule:
-    """1F1B with k times as many forwards ahead, whose rank r does its W's k r micro-batches late.
+    """1F1B with k times the warmup, in which rank r delays its W's by k r micro-batches.
 
-    Each backward is I and, once there is one to do, the W that is due; the W's that are left come at the end.
+    Each backward is I and, once there is one to do, the W that is due; the remaining W's come at the end.
     """
     check_sizes(p, m)
     schedule = []
@@ -111,43 +111,45 @@ def delay_weight_grads(p: int, m: int, k: int) -> Schedule:
 
 
 def zero_bubble_h1(p: int, m: int) -> Schedule:
-    """ZB-H1: a third of 1F1B's bubble where F, I, W take the same time; a rank holds p. Qi et al. 2023, §2.1."""
+    """ZB-H1: a third of 1F1B's bubble if F, I, W take the same time; a rank holds p. Qi et al. 2023, §2.1."""
     return delay_weight_grads(p, m, 1)
 
 
 def zero_bubble_h2(p: int, m: int) -> Schedule:
-    """ZB-H2: no bubble where F, I, W take the same time, m is at least 2p - 1; a rank holds 2p - 1. Qi et al., §2.2."""
+    """ZB-H2: no bubble if F, I, W take the same time and m >= 2p - 1; a rank holds 2p - 1. Qi et al. 2023, §2.2."""
     return delay_weight_grads(p, m, 2)
 
 
-def assign_microbatches(words: Sequence[tuple[str, int | None]], first: dict[int, int]) -> list[Action]:
-    """Actions of (kind, stage): the k-th F of a stage, and its k-th B or I, is of micro-batch first[stage] + k; a W
-    belongs to the oldest I without one.
+def assign_microbatches(order: Sequence[tuple[str, int]], first: dict[int, int]) -> list[Action]:
+    """Return actions for a rank's (kind, stage): the k-th F of a stage, and its k-th B or I, is of micro-batch
+    first[stage] + k. A W, whose stage is not read, belongs to the oldest I without one.
     """
-    actions, counts, without = [], collections.Counter(), collections.deque()
-    for kind, stage in words:
+    actions: list[Action] = []
+    counts: collections.Counter[tuple[bool, int]] = collections.Counter()
+    without_w: collections.deque[Action] = collections.deque()
+    for kind, stage in order:
         if kind == "W":
-            actions.append(without.popleft()._replace(kind="W"))
+            actions.append(without_w.popleft()._replace(kind="W"))
             continue
-        way = kind == "F", stage
-        actions.append(Action(kind, stage, first[stage] + counts[way]))
-        counts[way] += 1
+        key = kind == "F", stage
+        actions.append(Action(kind, stage, first[stage] + counts[key]))
+        counts[key] += 1
         if kind == "I":
-            without.append(actions[-1])
+            without_w.append(actions[-1])
     return actions
 
 
 # notebook 09, cell zero-bubble-v
 def zero_bubble_v(p: int, m: int) -> Schedule:
-    """ZB-V: stages r and 2p - 1 - r on rank r; no bubble where F, I, W take the same time and m is at least 2p - 1.
+    """ZB-V: stages r and 2p - 1 - r on rank r; no bubble if F, I, W take the same time and m is at least 2p - 1.
 
-    A rank holds 2p halves. Qi et al. 2023, §6.
+    A rank holds the activations of 2p micro-batches in a stage of half the size. Qi et al. 2023, §6.
     """
     check_sizes(p, m)
     schedule, full = [], max(m, 2 * p - 1)
     for rank in range(p):
         down, up, rest = rank, 2 * p - 1 - rank, p - rank
-        Fa, Ia, Fb, Ib, W = ([word] for word in (("F", down), ("I", down), ("F", up), ("I", up), ("W", None)))
+        Fa, Ia, Fb, Ib, W = ([each] for each in (("F", down), ("I", down), ("F", up), ("I", up), ("W", -1)))
         todo = Fa * (2 * rest - 1) + (Fb + Fa) * rank + (Fb + Ib + W) * rest
         todo += (Fa + Ia + W + Fb + Ib + W) * (full - p - rest + 1) + (Ia + W + Fb + Ib + W) * (rest - 1)
         todo += (Ia + Ib) * rank + (Ia + W) * rest + W * 2 * rank
@@ -171,27 +173,32 @@ def dualpipe(p: int, m: int) -> Schedule:
         far, inner = p - 1 - near, p // 2 - 1 - near
         Fa, Ba, Ia = ([(kind, near)] for kind in "FBI")
         Fb, Bb, Ib = ([(kind, far)] for kind in "FBI")
-        W, backwards = [("W", None)], near + 1
+        W, backwards = [("W", -1)], near + 1
         todo = Fa * 2 * inner + (Fa + Fb) * (near + 1) + (Ib + W + Fb) * inner
         todo += (Fa + Bb + Fb + Ba) * (m // 2 - p + near + 1) + (Bb + Fb + Ba) * inner
         todo += ((Bb + Ba) * backwards)[:backwards] + ((Ib + Ia) * backwards)[backwards:]
         todo += (W + Ia) * inner + W * (near + 1)
         actions = assign_microbatches(todo, {near: 0, far: m // 2} if rank < p // 2 else {near: m // 2, far: 0})
-        after = [*actions[1:], None]
-        pairs = [a.kind == "F" and b is not None and b.kind == "B" for a, b in zip(actions, after, strict=True)]
+        pairs = [a.kind == "F" and b.kind == "B" for a, b in itertools.pairwise(actions)] + [False]
         schedule.append([Overlapped(*action) if pair else action for action, pair in zip(actions, pairs, strict=True)])
     return schedule
 
 
-SCHEDULES = {"naive": naive, "afab": afab, "1f1b": one_f_one_b, "zb-h1": zero_bubble_h1, "zb-h2": zero_bubble_h2}
+SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
+    "naive": naive,
+    "afab": afab,
+    "1f1b": one_f_one_b,
+    "zb-h1": zero_bubble_h1,
+    "zb-h2": zero_bubble_h2,
+}
 SCHEDULES |= {"zb-v": zero_bubble_v, "dualpipe": dualpipe}
 
 
 def schedule_by_name(name: str, p: int, m: int, v: int = 2, run: int | None = None) -> Schedule:
-    """One of SCHEDULES, or "interleaved" with v stages a rank. Raises ValueError where it is not defined."""
+    """Return one of SCHEDULES, or "interleaved" with v stages per rank. Raises ValueError for sizes that it refuses."""
     return interleaved(p, m, v, run) if name == "interleaved" else SCHEDULES[name](p, m)
 
 
 def num_stages(schedule: Schedule) -> int:
-    """How many stages a schedule has."""
+    """Return the number of stages of a schedule."""
     return 1 + max(action.stage for actions in schedule for action in actions)

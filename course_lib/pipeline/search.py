@@ -1,33 +1,48 @@
-"""A schedule for times that are not equal: greedy, exact where p and m are small, never worse than those by hand.
+"""Search a schedule for unequal times: greedy, exact for small p and m, never worse than the handmade ones.
 
-What is made least is the cost of simulate: the longest time of a rank from its first to its last action, under a limit
-of live micro-batches. The exact search keeps, for each count of done F, I and W of all ranks, the ways to get there of
-which none is later in everything. Qi et al. 2023, §3 (their search is greedy, or an integer program).
+It minimizes the cost of simulate: the longest time of a rank from its first to its last action, under a limit of live
+micro-batches. The exact search keeps, for each count of done F, I and W of all ranks, the Pareto front of the states
+that have it. Qi et al. 2023, §3 (their search is greedy, or an integer program).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from course_lib.pipeline.actions import validate
 from course_lib.pipeline.schedules import Action, Schedule, check_sizes, one_f_one_b, zero_bubble_h1, zero_bubble_h2
-from course_lib.pipeline.simulation import simulate
+from course_lib.pipeline.simulation import Times, simulate
 
 
 class Greedy:
-    """Builds a schedule in time: each rank takes what can start first; a W where it would wait otherwise, or where
-    memory is full.
+    """Builds a schedule in time: each rank takes the action that can start first, and a W if it would wait otherwise
+    or its memory is full.
+
+    live: micro-batches that a rank may hold; max_lead: F's that may be done more than I's, by rank; fill: the shortest
+    wait that a W fills, in times of a W.
     """
 
-    def __init__(self, p: int, m: int, times: dict[str, list], t_comm, live: int, ahead: list[int], fill: float):
+    def __init__(
+        self,
+        p: int,
+        m: int,
+        times: Mapping[str, Sequence[float]],
+        t_comm: float,
+        live: int,
+        max_lead: list[int],
+        fill: float,
+    ):
         self.p, self.m, self.times, self.t_comm = p, m, times, t_comm
-        self.live, self.max_lead, self.fill = live, ahead, fill
+        self.live, self.max_lead, self.fill = live, max_lead, fill
         self.done = [dict.fromkeys("FIW", 0) for _ in range(p)]
-        self.free, self.ended, self.schedule = [0] * p, {}, [[] for _ in range(p)]
+        self.free: list[float] = [0] * p
+        self.ended: dict[tuple[str, int, int], float] = {}  # by kind, rank and micro-batch
+        self.schedule: Schedule = [[] for _ in range(p)]
 
-    def arrival(self, kind: str, rank: int, i: int):
-        """When micro-batch i can begin its F or I on a rank, as far as others are concerned; None: not known yet."""
+    def input_ready(self, kind: str, rank: int, i: int) -> float | None:
+        """Return when the input of micro-batch i's F or I is on a rank; None: not known yet."""
         before = rank - 1 if kind == "F" else rank + 1
         if not 0 <= before < self.p:
             return 0
@@ -36,27 +51,27 @@ class Greedy:
 
     # exercise 09.14
     def options(self, rank: int) -> dict:
-        """Return what the rank could do next, F, I or W, each with the time when it could begin.
+        """Return the kinds of action, F, I or W, that the rank could do next, each with the time when it could begin.
 
-        An F if micro-batches are left, fewer than self.live are held, and F's are fewer than self.max_lead[rank] ahead of
-        I's; an I if its own F is done; both only where it is known when what they need arrives. A W if an I is without
-        one and, besides, self.live are held or the rank would wait, for a gap of self.fill times a W or more.
-        self.done[rank]: how many F, I, W are done; self.free[rank]: when the last of them ends.
+        An F if micro-batches are left, fewer than self.live are held, and F's are fewer than self.max_lead[rank] ahead
+        of I's; an I if its own F is done; both only if it is known when their input is there. A W if an I is without
+        one and, besides, self.live are held or the rank would wait, for at least self.fill times a W. self.done[rank]:
+        how many F, I, W are done; self.free[rank]: when the last of them ends.
         """
         f, i, w = (self.done[rank][kind] for kind in "FIW")
-        found = {}
+        times: dict[str, float | None] = {}
         if f < self.m and f - w < self.live and f - i < self.max_lead[rank]:
-            found["F"] = self.arrival("F", rank, f)
+            times["F"] = self.input_ready("F", rank, f)
         if i < f:
-            found["I"] = self.arrival("I", rank, i)
-        found = {kind: max(self.free[rank], time) for kind, time in found.items() if time is not None}
-        wait = min(found.values(), default=math.inf) - self.free[rank]
+            times["I"] = self.input_ready("I", rank, i)
+        starts = {kind: max(self.free[rank], time) for kind, time in times.items() if time is not None}
+        wait = min(starts.values(), default=math.inf) - self.free[rank]
         if w < i and (f - w >= self.live or wait > 0 and wait >= self.fill * self.times["W"][rank]):
-            found["W"] = self.free[rank]
-        return found
+            starts["W"] = self.free[rank]
+        return starts
 
     def run(self) -> Schedule:
-        """The whole schedule."""
+        """Return the schedule."""
         for _ in range(3 * self.p * self.m):
             start, order, rank = min(
                 (start, "IFW".index(kind), rank) for rank in range(self.p) for kind, start in self.options(rank).items()
@@ -69,26 +84,47 @@ class Greedy:
         return self.schedule
 
 
-def without_dominated(ways: list[tuple]) -> list[tuple]:
-    """Of (state, times, path), those than which no other is earlier or equal in every time."""
-    kept = []
+class State(NamedTuple):
+    """A point of the exact search: what decides which actions can come next, and when."""
+
+    free: tuple[float, ...]  # when each rank is free
+    hidden: tuple[tuple[float, ...], ...]  # when the hidden states that wait for their F arrive, by rank
+    gradients: tuple[tuple[float, ...], ...]  # when the gradients that wait for their I arrive, by rank
+    last: float  # when the last action began
+
+
+Path = tuple["Path", int, str] | None  # the actions up to a state: those before, the last one's rank and kind
+
+
+class Way(NamedTuple):
+    """A state, its times in one tuple, and the actions that lead there."""
+
+    state: State
+    times: tuple[float, ...]
+    path: Path
+
+
+def pareto_front(ways: list[Way]) -> list[Way]:
+    """Return the Pareto front of the ways: no other one is at least as early in every time."""
+    front: list[Way] = []
     for way in ways:
-        if not any(all(a <= b for a, b in zip(other[1], way[1], strict=True)) for other in kept):
-            kept = [other for other in kept if not all(a <= b for a, b in zip(way[1], other[1], strict=True))]
-            kept.append(way)
-    return kept
+        if not any(all(a <= b for a, b in zip(other.times, way.times, strict=True)) for other in front):
+            front = [each for each in front if not all(a <= b for a, b in zip(way.times, each.times, strict=True))]
+            front.append(way)
+    return front
 
 
-def next_states(state: tuple, counts: tuple, p: int, m: int, times: dict, t_comm, live: int):
-    """Each action that may come next, none earlier than the last: (rank, kind, new counts, new state, its end).
+def next_states(
+    state: State, counts: tuple[int, ...], p: int, m: int, times: dict[str, list[float]], t_comm: float, live: int
+) -> Iterator[tuple[int, str, tuple[int, ...], State, float]]:
+    """Yield each action that may come next, none earlier than the last: (rank, kind, new counts, new state, its end).
 
-    state: when each rank is free; when the inputs that wait for it arrive, F's and I's; when the last action began.
-    counts: of F, I, W, rank by rank.
+    counts: of done F, I, W, rank by rank.
     """
     free, hidden, gradients, last = state
     for rank in range(p):
         f, i, w = counts[3 * rank : 3 * rank + 3]
-        ready = {}
+        ready: dict[str, float] = {}  # when the input is there
         if f < m and f - w < live and (rank == 0 or hidden[rank]):
             ready["F"] = hidden[rank][0] if rank else 0
         if gradients[rank]:
@@ -111,61 +147,65 @@ def next_states(state: tuple, counts: tuple, p: int, m: int, times: dict, t_comm
                 new_gradients[rank] = gradients[rank][1:]
                 if rank > 0:
                     new_gradients[rank - 1] += (end + t_comm,)
-            place = 3 * rank + "FIW".index(kind)
-            new_counts = (*counts[:place], counts[place] + 1, *counts[place + 1 :])
+            index = 3 * rank + "FIW".index(kind)
+            new_counts = (*counts[:index], counts[index] + 1, *counts[index + 1 :])
             new_free = (*free[:rank], end, *free[rank + 1 :])
-            yield rank, kind, new_counts, (new_free, tuple(new_hidden), tuple(new_gradients), start), end
+            yield rank, kind, new_counts, State(new_free, tuple(new_hidden), tuple(new_gradients), start), end
 
 
-def exact(p: int, m: int, times: dict[str, list], t_comm, live: int, bound) -> Schedule | None:
-    """A schedule of the least cost, below `bound`; None where there is none."""
+def exact_search(
+    p: int, m: int, times: dict[str, list[float]], t_comm: float, live: int, bound: float
+) -> Schedule | None:
+    """Return a schedule of the least cost, if that is below `bound`; else None."""
     begins = [sum(times["F"][:rank]) + rank * t_comm for rank in range(p)]  # of the first action, in any schedule
-    layer = {(0,) * (3 * p): [(((0,) * p, ((),) * p, ((),) * p, 0), (), None)]}
+    start = State((0,) * p, ((),) * p, ((),) * p, 0)
+    layer: dict[tuple[int, ...], list[Way]] = {(0,) * (3 * p): [Way(start, (), None)]}  # by counts
     for _ in range(3 * p * m):
-        following = {}
+        following: dict[tuple[int, ...], list[Way]] = {}
         for counts, ways in layer.items():
             for state, _, path in ways:
                 for rank, kind, new_counts, new, end in next_states(state, counts, p, m, times, t_comm, live):
                     left = zip((times[each][rank] for each in "FIW"), new_counts[3 * rank : 3 * rank + 3], strict=True)
                     if end + sum(time * (m - count) for time, count in left) - begins[rank] < bound:
-                        flat = (*new[0], *(t for row in new[1] + new[2] for t in row), new[3])
-                        following.setdefault(new_counts, []).append((new, flat, (path, rank, kind)))
-        layer = {counts: without_dominated(ways) for counts, ways in following.items()}
-    ways = [way for each in layer.values() for way in each]
-    if not ways:
+                        flat = (*new.free, *(t for row in new.hidden + new.gradients for t in row), new.last)
+                        following.setdefault(new_counts, []).append(Way(new, flat, (path, rank, kind)))
+        layer = {counts: pareto_front(ways) for counts, ways in following.items()}
+    ends = [way for ways in layer.values() for way in ways]
+    if not ends:
         return None
-    path = min(ways, key=lambda way: max(end - begin for end, begin in zip(way[0][0], begins, strict=True)))[2]
-    kinds = [[] for _ in range(p)]
+    path = min(ends, key=lambda way: max(end - begin for end, begin in zip(way.state.free, begins, strict=True))).path
+    kinds: list[list[str]] = [[] for _ in range(p)]
     while path:
         path, rank, kind = path
         kinds[rank].insert(0, kind)
     return [[Action(kind, rank, row[:k].count(kind)) for k, kind in enumerate(row)] for rank, row in enumerate(kinds)]
 
 
-FILLS = (0, 0.5, 1)  # how large a gap must be for a W, in parts of it
+FILLS = (0, 0.5, 1)  # values of Greedy's `fill`
 SMALL = 12  # p m up to which all orders are searched
 
 
-def search(p: int, m: int, t_f=1, t_i=1, t_w=1, t_comm=0, live: int | None = None) -> Schedule:
-    """A schedule of F, I and W with one stage a rank, for these times (numbers, or a sequence each, by rank).
+def search(
+    p: int, m: int, t_f: Times = 1, t_i: Times = 1, t_w: Times = 1, t_comm: float = 0, live: int | None = None
+) -> Schedule:
+    """Return a schedule of F, I and W with one stage per rank, for these times (numbers, or sequences by rank).
 
-    live: how many micro-batches a rank may hold; None: p, as 1F1B. The best of a greedy search, of 1F1B, ZB-H1 and
-    ZB-H2 where they hold no more, and for p m up to SMALL of all orders. Raises ValueError for a live below 1.
+    live: how many micro-batches a rank may hold; None: p, as 1F1B. It is the best of a greedy search, of 1F1B, ZB-H1
+    and ZB-H2 if they hold no more, and for p m up to SMALL of all orders. Raises ValueError for a live below 1.
     """
     check_sizes(p, m)
     live = p if live is None else live
     if live < 1:
-        raise ValueError(f"live = {live}: a rank holds 1 micro-batch or more")
+        raise ValueError(f"live = {live}: a rank must be able to hold 1 micro-batch or more")
     times = {k: list(t) if isinstance(t, Sequence) else [t] * p for k, t in zip("FIW", (t_f, t_i, t_w), strict=True)}
 
-    def cost(schedule: Schedule):
-        return simulate(schedule, *times.values(), t_comm).cost
+    def cost(schedule: Schedule) -> float:
+        return simulate(schedule, times["F"], times["I"], times["W"], t_comm).cost
 
-    found = [
-        each for each in (one_f_one_b(p, m), zero_bubble_h1(p, m), zero_bubble_h2(p, m)) if max(validate(each)) <= live
-    ]
+    handmade = one_f_one_b(p, m), zero_bubble_h1(p, m), zero_bubble_h2(p, m)
+    schedules = [schedule for schedule in handmade if max(validate(schedule)) <= live]
     for k in (1, 2, 3):
-        ahead = [min(live, k * (p - 1 - rank) + 1) for rank in range(p)]
-        found += [Greedy(p, m, times, t_comm, live, ahead, fill).run() for fill in FILLS]
-    best = min(found, key=cost)
-    return (exact(p, m, times, t_comm, live, cost(best)) if p * m <= SMALL else None) or best
+        max_lead = [min(live, k * (p - 1 - rank) + 1) for rank in range(p)]
+        schedules += [Greedy(p, m, times, t_comm, live, max_lead, fill).run() for fill in FILLS]
+    best = min(schedules, key=cost)
+    return (exact_search(p, m, times, t_comm, live, cost(best)) if p * m <= SMALL else None) or best

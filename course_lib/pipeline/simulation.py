@@ -1,52 +1,52 @@
-"""A pipeline schedule played in time: when each action begins and ends, and how long ranks wait."""
+"""Simulate a pipeline schedule: when each action begins and ends, and how long ranks wait."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from course_lib.pipeline.actions import Schedule, play, validate
+from course_lib.pipeline.actions import Action, Schedule, play, validate
 
-Times = float | Sequence[float]  # of an action in any stage, or one for each stage
+Times = float | Sequence[float]  # of an action in any stage, or one per stage
 
 
 @dataclass
 class Simulation:
-    """When each action of a schedule begins and ends, by rank, in the order of its actions."""
+    """The times when each action of a schedule begins and ends, by rank, in the order of its actions."""
 
     schedule: Schedule
-    starts: list[list]
-    ends: list[list]
-    busy: list  # time that each rank works
+    starts: list[list[float]]
+    ends: list[list[float]]
+    busy: list[float]  # time that each rank works
 
     @property
-    def makespan(self):
-        """Until the last rank is done."""
+    def makespan(self) -> float:
+        """Time until the last rank is done."""
         return max(ends[-1] for ends in self.ends)
 
     @property
-    def cost(self):
+    def cost(self) -> float:
         """The longest time of a rank from its first action to the end of its last one (as Qi et al. 2023)."""
         return max(ends[-1] - starts[0] for starts, ends in zip(self.starts, self.ends, strict=True))
 
     @property
-    def bubble(self):
-        """What the cost is above the work of the busiest rank."""
+    def bubble(self) -> float:
+        """The cost less the work of the busiest rank."""
         return self.cost - max(self.busy)
 
     @property
-    def bubble_ratio(self):
+    def bubble_ratio(self) -> float:
         """The bubble over the work of the busiest rank; over the cost it would be ratio / (1 + ratio)."""
         return self.bubble / max(self.busy)
 
     @property
-    def timeline(self) -> list[list[tuple]]:
-        """For each rank (action, start, end)."""
+    def timeline(self) -> list[list[tuple[Action, float, float]]]:
+        """(action, start, end) of each action, by rank."""
         return [list(zip(*rows, strict=True)) for rows in zip(self.schedule, self.starts, self.ends, strict=True)]
 
     @property
     def peaks(self) -> list[int]:
-        """Micro-batches that each rank holds at most; see validate."""
+        """The number of micro-batches that each rank holds at most; see validate."""
         return validate(self.schedule)
 
 
@@ -54,31 +54,37 @@ class Simulation:
 def simulate(
     schedule: Schedule, t_f: Times = 1, t_i: Times = 1, t_w: Times = 1, t_comm: float = 0, t_pair: float | None = None
 ) -> Simulation:
-    """Play a schedule in time: B takes t_i + t_w; what another rank has made arrives t_comm later.
+    """Play a schedule in time: B takes t_i + t_w; a tensor from another rank arrives t_comm after it is made.
 
     t_pair: time of an Overlapped pair, which begins and ends together; None: the sum. Raises ValueError for a deadlock.
     """
-    m, stages = (1 + max(action[i] for actions in schedule for action in actions) for i in (2, 1))
-    by_stage = [time if isinstance(time, Sequence) else [time] * stages for time in (t_f, t_i, t_w)]
-    times = dict(zip("FIW", by_stage, strict=True)) | {"B": [i + w for i, w in zip(*by_stage[1:], strict=True)]}
-    ended_f, ended_b, on = ([0] * (stages * m) for _ in range(3))
-    free, busy = [0] * len(schedule), [0] * len(schedule)
-    starts, ends = ([[] for _ in schedule] for _ in range(2))
+    m = 1 + max(action.micro_batch for actions in schedule for action in actions)
+    stages = 1 + max(action.stage for actions in schedule for action in actions)
+    f, i, w = (list(time) if isinstance(time, Sequence) else [time] * stages for time in (t_f, t_i, t_w))
+    times = {"F": f, "I": i, "W": w, "B": [of_i + of_w for of_i, of_w in zip(i, w, strict=True)]}
+    ended_f: list[float] = [0] * (stages * m)  # by stage and micro-batch
+    ended_b: list[float] = [0] * (stages * m)
+    rank_of = [0] * (stages * m)
+    free: list[float] = [0] * len(schedule)
+    busy: list[float] = [0] * len(schedule)
+    starts: list[list[float]] = [[] for _ in schedule]
+    ends: list[list[float]] = [[] for _ in schedule]
     for rank, first, end in play(schedule):
-        start, duration = free[rank], 0
+        start: float = free[rank]
+        duration: float = 0
         for kind, stage, micro_batch in schedule[rank][first:end]:
-            duration, place = duration + times[kind][stage], stage * m + micro_batch
+            duration, index = duration + times[kind][stage], stage * m + micro_batch
             if kind == "F":
-                on[place] = rank
+                rank_of[index] = rank
                 if stage == 0:
                     continue
-                source, there = place - m, ended_f[place - m]
+                source, ready = index - m, ended_f[index - m]
             elif kind == "W" or stage == stages - 1:
                 continue
             else:
-                source, there = place + m, ended_b[place + m]
-            there = there if on[source] == rank else there + t_comm
-            start = there if there > start else start
+                source, ready = index + m, ended_b[index + m]
+            ready = ready if rank_of[source] == rank else ready + t_comm
+            start = ready if ready > start else start
         duration = t_pair if t_pair is not None and end > first + 1 else duration
         free[rank] = finish = start + duration
         busy[rank] += duration

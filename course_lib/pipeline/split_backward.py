@@ -1,33 +1,33 @@
 """Backward in two halves: the input's gradient, which the stage before waits for, and the weights', for later.
 
-Any autograd Function whose backward makes only what `ctx.needs_input_grad` asks for is run in two halves, once for
-its inputs and once for its weights: together the FLOPs of one backward. One that makes everything anyway is run once,
-and its weights' gradients wait. What is no Function and is no large product either (norms, biases, embeddings;
-products of batched_experts), and what torch.compile has made, belongs to the first half. Activations are freed by the
-first half, but for what the second one needs: a Function's saved tensors and its gradient. While a stage runs, its
-weights are stand-ins: leaves with the same values. The weights get their gradients in the second half alone, so a hook
-on a weight fires once, in that half.
+Each autograd Function whose backward makes only what `ctx.needs_input_grad` asks for runs it in two halves, once for
+its inputs and once for its weights: together the FLOPs of one backward. A Function that makes everything anyway runs
+once, and its weights' gradients wait. Nodes that are no Function, small ones (norms, biases, embeddings; the matmuls of
+batched_experts), and compiled nodes belong to the first half. The first half frees all activations but those that the
+second half needs: a Function's saved tensors and its output's gradient. While a stage runs, proxies replace its
+weights: leaves with the same values. The weights get their gradients in the second half alone, so a hook on a weight
+fires once, in that half.
 
-Full recomputation: a Function saves after it has multiplied, so the replay makes a block's last product once more,
-which PyTorch's checkpoint skips otherwise. Qi et al. 2023, Zero Bubble Pipeline Parallelism, §2.
+Full recomputation: a Function saves its tensors after its matmul, so the replay repeats a block's last matmul, which
+PyTorch's checkpoint skips otherwise. Qi et al. 2023, Zero Bubble Pipeline Parallelism, §2.
 """
 
 from __future__ import annotations
 
 import collections
-import weakref
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, Node
 from torch.overrides import TorchFunctionMode
 
-from course_lib.pipeline.stages import StagePass
+from course_lib.pipeline.deferred_grads import DeferredWeightGrad, can_defer, weight_edges
+from course_lib.pipeline.stages import OutputFn, StagePass
 from course_lib.tensor_parallel.linear import as_autocast
-from course_lib.tensor_parallel.regions import OnceDifferentiable
-from course_lib.zero.parameters import parameter_slots
+from course_lib.zero.parameters import parameter_slots, swap_parameters
 
 
 # exercise 09.11
@@ -54,7 +54,7 @@ class Linear(torch.autograd.Function):
         return grad_x, grad_weight, rows.sum(0) if wants_bias else None
 
 
-class GroupedProduct(torch.autograd.Function):
+class GroupedMatmul(torch.autograd.Function):
     """F.grouped_mm: rows [r, in], those up to ends[0] by weight[0], …; weight: [E, in, out]; returns [r, out]."""
 
     @staticmethod
@@ -70,8 +70,8 @@ class GroupedProduct(torch.autograd.Function):
         return grad_rows, F.grouped_mm(rows.t(), gradient, offs=ends) if wants_weight else None, None
 
 
-class AskedProducts(TorchFunctionMode):
-    """Inside, products with weights are Functions that make no gradient which they are not asked for."""
+class SelectiveMatmuls(TorchFunctionMode):
+    """Inside, matmuls with weights are Functions that make only the gradients that they are asked for."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -79,178 +79,86 @@ class AskedProducts(TorchFunctionMode):
             x, weight, bias = args if len(args) == 3 else (*args, kwargs.get("bias"))
             return Linear.apply(*as_autocast(x), weight, bias)
         if function is F.grouped_mm and kwargs.get("offs") is not None:
-            return GroupedProduct.apply(*args, kwargs["offs"])
+            return GroupedMatmul.apply(*args, kwargs["offs"])
         return function(*args, **kwargs)
-
-
-class Kept:
-    """Stands for the context of a Function whose graph is gone: with its saved tensors, asked for something else."""
-
-    def __init__(self, node, needs_input_grad: tuple[bool, ...]):
-        self.node, self.saved_tensors, self.needs_input_grad = node, node.saved_tensors, needs_input_grad
-
-    def __getattr__(self, name: str):
-        return getattr(self.node, name)
-
-    def backward(self, gradients: tuple) -> tuple:
-        """The Function's own backward: one gradient, or None, for each argument of its forward."""
-        found = type(self.node).apply(self, *gradients)
-        return found if isinstance(found, tuple) else (found,)
-
-
-def weight_behind(node, weights: set) -> torch.Tensor | None:
-    """The one of `weights` to which the graph leads from `node` on, and to nothing else (by a cast, a transpose)."""
-    while node is not None and not hasattr(node, "variable"):
-        following = [each for each, _ in node.next_functions if each is not None]
-        node = following[0] if len(following) == 1 else None
-    return node.variable if node is not None and node.variable in weights else None
-
-
-def weights_of(node, stand_ins: set) -> dict[int, tuple[GradientEdge, torch.Tensor]]:
-    """Of a Function that has inputs and weights: by argument, the edge to each weight, and the weight's stand-in.
-
-    Nothing for other nodes, and for compiled ones, whose backward is one piece: they are run whole.
-    """
-    if not isinstance(node, BackwardCFunction) or type(node).__name__ == "CompiledFunctionBackward":
-        return {}
-    arguments = [i for i, need in enumerate(node.needs_input_grad) if need]
-    edges = [GradientEdge(*edge) for edge in node.next_functions if edge[0] is not None]
-    behind = [weight_behind(edge.node, stand_ins) for edge in edges]
-    found = {i: (edge, leaf) for i, edge, leaf in zip(arguments, edges, behind, strict=True) if leaf is not None}
-    return found if len(found) < len(edges) else {}
-
-
-class WeightHalf(OnceDifferentiable):
-    """A number without a meaning. Its backward runs `later`, and autograd takes the gradients to `weights`."""
-
-    @staticmethod
-    def forward(ctx, later: Later, *weights: torch.Tensor) -> torch.Tensor:
-        ctx.later = later
-        return torch.zeros((), device=weights[0].device)
-
-    @staticmethod
-    def backward(ctx, _) -> tuple:
-        later, ctx.later = ctx.later, None  # what it keeps is free afterwards
-        found = later.run()
-        return None, *(found[i] for i in later.edges)
-
-
-class Later:
-    """The half of one Function's backward that makes its weights' gradients: `run` returns them by argument."""
-
-    def __init__(self, node, edges: dict[int, tuple[GradientEdge, torch.Tensor]]):
-        self.edges = edges  # by argument: where its gradient goes, and the weight behind
-        inputs = tuple(need and i not in edges for i, need in enumerate(node.needs_input_grad))
-        weak = weakref.ref(node)  # node and function must not keep each other alive
-
-        def first_half(*gradients):
-            node = weak()
-            del node.apply
-            kept = Kept(node, inputs)
-            found = kept.backward(gradients)
-            kept.needs_input_grad = tuple(i in edges for i in range(len(inputs)))
-            asked = all(found[i] is None for i in edges)  # it has made no more than it was asked for
-            self.run = (lambda: kept.backward(gradients)) if asked else lambda: found
-            return tuple(None if i in edges else gradient for i, gradient in enumerate(found))
-
-        node.apply = first_half
-
-    def half(self, weight_of: dict) -> torch.Tensor | None:
-        """A WeightHalf that gives the weights their gradients; None where one is cast or transposed before its use.
-        weight_of: the weight of each stand-in.
-        """
-        if any(not hasattr(edge.node, "variable") for edge, _ in self.edges.values()):
-            return None
-        with torch.enable_grad():
-            return WeightHalf.apply(self, *(weight_of[stand_in] for _, stand_in in self.edges.values()))
-
-    @torch.no_grad()  # as autograd runs a backward
-    def to_stand_ins(self) -> None:
-        """Add the weights' gradients to those of their stand-ins."""
-        found = self.run()
-        for i, (edge, _) in self.edges.items():
-            if found[i] is not None:
-                torch.autograd.backward([edge], [found[i]], retain_graph=True)
 
 
 class SplitPass(StagePass):
     """A StagePass whose backward is input_gradient and, any time after it, weight_gradients.
 
-    `laters` has what is left for the second half, in the same order on all ranks that run the same stage (it may
-    communicate); `weights` and `stand_ins` are those of the stage, in one order.
+    After input_gradient, `deferred` has what is left for weight_gradients, in the same order on all ranks that run the
+    same stage (it may communicate). `weights` and `proxies` are those of the stage, in one order.
     """
 
-    def __init__(self, stage: nn.Module, x: torch.Tensor, finish, *more):
-        self.laters, self.leaves = [], []
-        super().__init__(stage, x, lambda out: self.cut(finish(out)), *more)
+    def __init__(self, stage: nn.Module, x: torch.Tensor, output_fn: OutputFn, *args):
+        self.deferred: list[DeferredWeightGrad] = []
+        super().__init__(stage, x, output_fn, *args)
 
-    def run(self, stage: nn.Module, *more) -> torch.Tensor:
-        """The stage's output, from stand-ins of its weights."""
-        places = {weight: where for weight, where in parameter_slots(stage).items() if weight.requires_grad}
-        self.weights, self.stand_ins = list(places), [weight.detach().requires_grad_() for weight in places]
+    def run(self, stage: nn.Module, *args) -> torch.Tensor:
+        """Return the stage's output, computed from proxies of its weights."""
+        slots = {weight: where for weight, where in parameter_slots(stage).items() if weight.requires_grad}
+        self.weights, self.proxies = list(slots), [weight.detach().requires_grad_() for weight in slots]
+        swap_parameters(slots.values(), self.proxies)
         try:
-            for stand_in, where in zip(self.stand_ins, places.values(), strict=True):
-                for _, owner, name in where:
-                    owner._parameters[name] = stand_in
-            with AskedProducts():
-                return stage(self.x, *more)
+            with SelectiveMatmuls():
+                return stage(self.x, *args)
         finally:
-            for weight, where in places.items():
-                for _, owner, name in where:
-                    owner._parameters[name] = weight
+            swap_parameters(slots.values(), self.weights)
 
-    def cut(self, out: torch.Tensor) -> torch.Tensor:
-        """Put off the weights' part of each Function in out's graph that has inputs and weights; note other leaves."""
-        stand_ins, seen, ahead = set(self.stand_ins), set(), [out.grad_fn]
-        while ahead:
-            node = ahead.pop()
-            if node is None or node in seen:
+    def defer_weight_grads(self, root: Node) -> list[GradientEdge]:
+        """Defer the weights' half of each Function in the graph of `root`. Return edges to the other leaves."""
+        proxies, seen, stack, leaves = set(self.proxies), set(), [root], []
+        while stack:
+            node = stack.pop()
+            if node in seen:
                 continue
             seen.add(node)
-            off = weights_of(node, stand_ins)
-            if off:
-                self.laters.append(Later(node, off))
+            edges = weight_edges(node, proxies)
+            if edges:
+                self.deferred.append(DeferredWeightGrad(cast(BackwardCFunction, node), edges))
             if hasattr(node, "variable"):
-                self.leaves.append(GradientEdge(node, 0))
-            put_off = {(edge.node, edge.output_nr) for edge, _ in off.values()}
-            ahead += [edge[0] for edge in node.next_functions if edge not in put_off]
-        return out
+                leaves.append(GradientEdge(node, 0))
+            skipped = {(edge.node, edge.output_nr) for edge, _ in edges.values()}
+            stack += [edge[0] for edge in node.next_functions if edge[0] is not None and edge not in skipped]
+        return leaves
 
     def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """I: returns the gradient of x [b, s, h], None for tokens; gradient: of `out`."""
+        """I: return the gradient of x [b, s, h], None for tokens; gradient: of `out`."""
         if self.edge is not None:
-            with AskedProducts():  # a replayed forward saves the same tensors then
-                torch.autograd.backward([self.edge], [gradient], inputs=self.leaves)
-        self.edge, self.leaves, self.x.grad, gradient = None, (), None, self.x.grad
-        return gradient
+            leaves = self.defer_weight_grads(self.edge.node) if can_defer() else None
+            with SelectiveMatmuls():  # a replayed forward saves the same tensors then
+                torch.autograd.backward([self.edge], [gradient], inputs=leaves)
+        self.edge = None
+        grad_x, self.x.grad = self.x.grad, None
+        return grad_x
 
     # exercise 09.12
     @torch.no_grad()
     def weight_gradients(self) -> None:
         """W: add to the weights' gradients, and fire their hooks, once for each weight.
 
-        Run each of `self.laters` once, and take its gradients along their edges to the stand-ins; then give each weight
-        the gradient of its stand-in, as backward would. A weight whose stand-in has none stays as it is. Afterwards
-        `laters` is empty.
+        Run each of `self.deferred` once, and take its gradients along their edges to the proxies; then give each weight
+        the gradient of its proxy, as backward would. A weight whose proxy has no gradient does not change. Afterwards
+        `deferred` is empty.
         """
-        weight_of, halves = dict(zip(self.stand_ins, self.weights, strict=True)), []
-        uses = collections.Counter(stand_in for later in self.laters for _, stand_in in later.edges.values())
+        weight_of, roots = dict(zip(self.proxies, self.weights, strict=True)), []
+        uses = collections.Counter(proxy for deferred in self.deferred for _, proxy in deferred.edges.values())
 
-        def hand_over(halves: list[torch.Tensor], stand_ins: list[torch.Tensor]) -> None:
-            early = {weight_of[each]: each.grad for each in stand_ins if each.grad is not None}
-            torch.autograd.backward([*halves, *early], [*(half.detach() for half in halves), *early.values()])
-            for each in stand_ins:
-                each.grad = None
+        def hand_over(roots: list[torch.Tensor], proxies: list[torch.Tensor]) -> None:
+            early = {weight_of[proxy]: proxy.grad for proxy in proxies if proxy.grad is not None}
+            torch.autograd.backward([*roots, *early], [*(root.detach() for root in roots), *early.values()])
+            for proxy in proxies:
+                proxy.grad = None
 
-        while self.laters:
-            later = self.laters.pop()
-            own, half = [stand_in for _, stand_in in later.edges.values()], later.half(weight_of)
-            if half is None:
-                later.to_stand_ins()
+        while self.deferred:
+            deferred = self.deferred.pop()
+            proxies, root = [proxy for _, proxy in deferred.edges.values()], deferred.as_root(weight_of)
+            if root is None:
+                deferred.to_proxies()
             else:
-                halves.append(half)
-            copied = half is None or not all(weight_of[each].is_leaf for each in own)  # gradients on their way are kept
-            if copied and all(uses[each] == 1 for each in own):
-                hand_over([halves.pop()] if half is not None else [], own)
-        hand_over(halves, self.stand_ins)
-        self.stand_ins = self.weights = ()
+                roots.append(root)
+            copied = root is None or not all(weight_of[proxy].is_leaf for proxy in proxies)  # else no gradient waits
+            if copied and all(uses[proxy] == 1 for proxy in proxies):
+                hand_over([roots.pop()] if root is not None else [], proxies)
+        hand_over(roots, self.proxies)
+        self.proxies, self.weights = [], []

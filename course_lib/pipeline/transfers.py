@@ -1,13 +1,14 @@
 """The sends and receives of a schedule: one order for all ranks, and what each rank starts before which action.
 
-All transfers of a schedule have one order, that of the times at which a simulation has them ready. Every rank starts
-its own in this order, so the first transfer that is not complete has nothing before it on either side: none can wait
-for ever, even where a send waits for its receive. Those that become ready at once go out as one batch.
+All transfers of a schedule have one order: by the times at which a simulation has them ready. Every rank starts its
+transfers in this order, so the first transfer that is not complete has nothing before it on either side: none can wait
+forever, even if a send waits for its receive. Transfers that become ready at the same time start as one batch.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from course_lib.pipeline.simulation import simulate
 
 
 class Transfer(NamedTuple):
-    """Of one tensor: what for, and from which rank of the group to which."""
+    """One tensor's way from a rank of the group to another."""
 
     kind: str  # F: a hidden state, for the forward of `stage`; B: a gradient, for its backward
     stage: int
@@ -27,88 +28,119 @@ class Transfer(NamedTuple):
     target: int
 
 
-def find_transfers(schedule: Schedule) -> list[tuple]:
-    """All transfers, in order: (time when it is ready, index of the source's action that makes it, transfer)."""
-    on = {(each.stage, each.micro_batch): rank for rank, actions in enumerate(schedule) for each in actions}
-    found = []
+class StageInput(NamedTuple):
+    """The shape and dtype of a stage's input, and of the gradient that it sends back."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class ReadyTransfer(NamedTuple):
+    """A transfer, when it is ready in the simulation, and which action of its source makes the tensor."""
+
+    time: float
+    action: int  # index in the source's list
+    transfer: Transfer
+
+
+def find_transfers(schedule: Schedule) -> list[ReadyTransfer]:
+    """Return all transfers of a schedule, in the order of the times when they are ready."""
+    owner = {(action.stage, action.micro_batch): rank for rank, row in enumerate(schedule) for action in row}
+    transfers = []
     for rank, row in enumerate(simulate(schedule).timeline):
         for i, ((kind, stage, micro_batch), _, end) in enumerate(row):
-            stage += 1 if kind == "F" else -1  # the one that waits for it
-            target = on.get((stage, micro_batch), rank)  # beyond both ends nobody waits
+            receiver = stage + (1 if kind == "F" else -1)
+            target = owner.get((receiver, micro_batch), rank)  # beyond both ends there is no receiver
             if kind != "W" and target != rank:
-                found.append((end, i, Transfer("F" if kind == "F" else "B", stage, micro_batch, rank, target)))
-    return sorted(found)
+                way = "F" if kind == "F" else "B"
+                transfers.append(ReadyTransfer(end, i, Transfer(way, receiver, micro_batch, rank, target)))
+    return sorted(transfers)
 
 
 def plan_send_recv(schedule: Schedule, rank: int) -> list[list[list[Transfer]]]:
-    """What a rank starts before each of its actions and after the last: batches of transfers, in order."""
-    own = [each for each in find_transfers(schedule) if rank in each[2][3:]]
+    """Return the batches of transfers, in order, that a rank starts before each of its actions and after the last."""
+    local = [each for each in find_transfers(schedule) if rank in (each.transfer.source, each.transfer.target)]
     actions = schedule[rank]
     needed = {("F" if a.kind == "F" else "B", *a[1:]): i for i, a in enumerate(actions) if a.kind != "W"}
-    places, earliest = [], 0
-    for _, i, transfer in own:
+    starts, earliest = [], 0  # the index of the action before which each transfer starts
+    for _, i, transfer in local:
         if transfer.source == rank:
-            places.append(earliest := i + 1)  # as soon as it is made
+            starts.append(earliest := i + 1)  # as soon as it is made
         else:
-            places.append(max(earliest, needed[transfer[:3]] - 1))
-    for k in reversed(range(len(places) - 1)):  # nothing starts after what comes later in the order
-        places[k] = min(places[k], places[k + 1])
-    plan = [{} for _ in range(len(actions) + 1)]
-    for (ready, _, transfer), place in zip(own, places, strict=True):
-        plan[place].setdefault(ready, []).append(transfer)
+            starts.append(max(earliest, needed[transfer[:3]] - 1))
+    for k in reversed(range(len(starts) - 1)):  # nothing starts after what comes later in the order
+        starts[k] = min(starts[k], starts[k + 1])
+    plan: list[dict[float, list[Transfer]]] = [{} for _ in range(len(actions) + 1)]
+    for (ready, _, transfer), start in zip(local, starts, strict=True):
+        plan[start].setdefault(ready, []).append(transfer)
     return [list(batches.values()) for batches in plan]
 
 
-MAX_SENDS_IN_FLIGHT = 4  # sends that a rank has not yet waited for
+MAX_SENDS_IN_FLIGHT = 4  # per rank
+Key = tuple[str, int, int]  # kind, stage and micro-batch of a Transfer
 
 
 class P2PBuffers:
-    """One step's sends and receives of this rank. shapes: of what enters each stage, (shape, dtype)."""
+    """The sends and receives of this rank in one step. shapes: of each stage's input, None for the first stage.
 
-    def __init__(self, plan: list[list[list[Transfer]]], group: dist.ProcessGroup, shapes: list, device: torch.device):
+    `incoming` has the tensors for this rank's actions, each with the work to wait for (None: it is there); `outgoing`
+    those that wait for their send; `in_flight` the sends that have started.
+    """
+
+    def __init__(
+        self,
+        plan: list[list[list[Transfer]]],
+        group: dist.ProcessGroup,
+        shapes: Sequence[StageInput | None],
+        device: torch.device,
+    ):
         self.plan, self.group, self.rank, self.shapes, self.device = plan, group, group.rank(), shapes, device
-        self.arriving, self.leaving, self.sent = {}, {}, deque()
+        self.incoming: dict[Key, tuple[dist.Work | None, torch.Tensor]] = {}
+        self.outgoing: dict[Key, torch.Tensor] = {}
+        self.in_flight: deque[tuple[dist.Work, torch.Tensor]] = deque()
         self.sends = {t[:3] for batches in plan for batch in batches for t in batch if t.source == self.rank}
 
     # notebook 09, cell mail
     def post_send(self, kind: str, stage: int, micro_batch: int, tensor: torch.Tensor) -> None:
-        """Hand over what this rank has made for another rank, or for itself."""
+        """Hand over a tensor that this rank has made for an action of another rank, or of its own."""
         key = kind, stage, micro_batch
         if key in self.sends:
-            self.leaving[key] = tensor.contiguous()
+            self.outgoing[key] = tensor.contiguous()
         else:
-            self.arriving[key] = None, tensor
+            self.incoming[key] = None, tensor
 
     # notebook 09, cell mail
     def wait_recv(self, kind: str, stage: int, micro_batch: int) -> torch.Tensor:
-        """What has come for this rank; waits for it."""
-        work, tensor = self.arriving.pop((kind, stage, micro_batch))
+        """Return the tensor that an action of this rank needs; wait for it."""
+        work, tensor = self.incoming.pop((kind, stage, micro_batch))
         if work is not None:
             work.wait()
         return tensor
 
-    def start(self, place: int) -> None:
-        """Start what the plan has before action `place`."""
-        for batch in self.plan[place]:
+    def start(self, index: int) -> None:
+        """Start the transfers that the plan has before action `index`."""
+        for batch in self.plan[index]:
             operations = [self.operation(transfer) for transfer in batch]
             works = dist.batch_isend_irecv(operations)  # one for each, or (NCCL) one for all
             for transfer, operation, work in zip(batch, operations, works * (len(batch) // len(works)), strict=True):
                 if transfer.source == self.rank:
-                    self.sent.append((work, operation.tensor))  # which must live until then
+                    self.in_flight.append((work, operation.tensor))  # the tensor must live until the send is complete
                 else:
-                    self.arriving[transfer[:3]] = work, operation.tensor
+                    self.incoming[transfer[:3]] = work, operation.tensor
         self.wait_for_sends(MAX_SENDS_IN_FLIGHT)
 
     def operation(self, transfer: Transfer) -> dist.P2POp:
-        """A send of what is there, or a receive into a new tensor."""
+        """Return a send of a tensor in `outgoing`, or a receive into a new tensor."""
         if transfer.source == self.rank:
-            tensor = self.leaving.pop(transfer[:3])
+            tensor = self.outgoing.pop(transfer[:3])
             return dist.P2POp(dist.isend, tensor, group=self.group, group_peer=transfer.target)
-        shape, dtype = self.shapes[transfer.stage + (transfer.kind == "B")]  # a gradient is as what it belongs to
-        tensor = torch.empty(shape, dtype=dtype, device=self.device)
+        # The gradient for the backward of a stage is like the input of the stage after it.
+        expected = self.shapes[transfer.stage + (transfer.kind == "B")]
+        assert expected is not None, "nothing is sent to the first stage's forward"
+        tensor = torch.empty(expected.shape, dtype=expected.dtype, device=self.device)
         return dist.P2POp(dist.irecv, tensor, group=self.group, group_peer=transfer.source)
 
     def wait_for_sends(self, left: int) -> None:
-        """Until no more than `left` sends may be on their way. (The other side starts to receive them by itself.)"""
-        while len(self.sent) > left:
-            self.sent.popleft()[0].wait()
+        """Wait until at most `left` sends are in flight. (The receiver starts its side by itself.)"""
+        while len(self.in_flight) > left:
+            self.in_flight.popleft()[0].wait()

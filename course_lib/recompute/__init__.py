@@ -1,4 +1,4 @@
-"""Activations computed twice in place of kept, gradients of many micro-batches, and a step's profile."""
+"""Activation recomputation, gradient accumulation over micro-batches, and the profile of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Full recomputation as an autograd function: `recompute(function, *arguments)` keeps the arguments alone.
+"""Full recomputation as an autograd function: `recompute(function, *arguments)` keeps only the arguments.
 
 Backward runs the function again, on detached arguments, with the random numbers and the autocast of forward, and goes
 back through the small graph that this makes. PyTorch's reentrant checkpoint works the same way; `modes` uses its newer
@@ -34,16 +34,16 @@ class Recompute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, function, spec, *leaves):
         ctx.function, ctx.spec, ctx.state = function, spec, random_state(leaves)
-        ctx.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        ctx.others = [None if i in ctx.places else leaf for i, leaf in enumerate(leaves)]
-        ctx.save_for_backward(*(leaves[i] for i in ctx.places))
+        ctx.indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        ctx.others = [None if i in ctx.indices else leaf for i, leaf in enumerate(leaves)]
+        ctx.save_for_backward(*(leaves[i] for i in ctx.indices))
         return function(*tree_unflatten(leaves, spec))  # autograd is off in here: no graph, nothing kept
 
     @staticmethod
     def backward(ctx, *gradients):
         leaves = list(ctx.others)
-        for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
-            leaves[place] = tensor
+        for index, tensor in zip(ctx.indices, ctx.saved_tensors, strict=True):
+            leaves[index] = tensor
         # leaves: the arguments of forward again, flat. Detach them, run ctx.function, go back through its graph.
         leaves = detached(leaves)
         with replayed(ctx.state), torch.enable_grad():

@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,14 +29,16 @@ from course_lib.single_gpu.profile import MemoryProfile
 
 
 class Recomputed:
-    """A function whose arguments alone are kept for backward, which runs it again; and what `policy` says.
+    """A function of which only the arguments, and the outputs that `policy` saves, are kept for backward, which runs it
+    again.
 
-    Without a policy no `context_fn` is passed: torch.compile cannot trace `noop_context_fn`, checkpoint's default, when
+    Without a policy no `context_fn` is passed: torch.compile cannot trace `noop_context_fn`, checkpoint's default, if
     it is read from an attribute.
     """
 
     def __init__(self, function, policy=None):
-        self.function, self.settings = function, {"use_reentrant": False}
+        self.function = function
+        self.settings: dict[str, Any] = {"use_reentrant": False}
         if policy is not None:
             self.settings["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
 
@@ -53,9 +56,9 @@ FUSED_ATTENTION = {
 
 
 def keep_fused_attention(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
-    """A policy: the outputs of fused attention kernels are kept, everything else is computed again."""
-    kept = operation in FUSED_ATTENTION
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    """Policy: save the outputs of fused attention kernels, compute everything else again."""
+    save = operation in FUSED_ATTENTION
+    return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 # exercise 02.4
@@ -75,7 +78,8 @@ def apply_recompute(model: nn.Module, mode: str, policy: Callable | None = None)
     if isinstance(model, nn.ModuleList):
         return recompute_modules(model, mode, policy, Recomputed)
     check_blocks(model)
-    for block in model.blocks:
+    blocks: Any = model.blocks
+    for block in blocks:
         attention = block.attention
         block.__dict__.pop("forward", None)
         if isinstance(attention.core, Recomputed):
@@ -88,31 +92,31 @@ def apply_recompute(model: nn.Module, mode: str, policy: Callable | None = None)
 
 
 def retained_bytes(module: nn.Module, forward) -> int:
-    """Bytes that `forward()` makes on the module's device and leaves alive for backward, its result included; tensors
-    from before, such as parameters, are not counted.
+    """Return the bytes that `forward()` makes on the module's device and leaves alive for backward, its result
+    included; older tensors, such as parameters, do not count.
     """
     with MemoryProfile(module) as profile:
         result = forward()  # noqa: F841  (it holds the graph)
         profile.mark("kept")
-    level = profile.peak("kept")  # the phase has no operation of its own: its peak is what it finds
+    level = profile.peak("kept")  # the phase has no operation of its own: its peak is the level before it
     return level["activations"] + level["temporary"]
 
 
 # exercise 02.6
 def keep_matmuls(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
-    """Policy for whole blocks: the outputs of matmuls with weights and of fused attention are kept (MUST_SAVE), what is
-    cheap is computed again.
+    """Policy for blocks: save the outputs of matmuls with weights and of fused attention (MUST_SAVE), and compute the
+    rest, which is cheap, again.
     """
-    products = aten.mm.default, aten.addmm.default, aten._grouped_mm.default  # the last: of experts (notebook 08)
-    kept = operation in FUSED_ATTENTION or operation in products
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    matmuls = aten.mm.default, aten.addmm.default, aten._grouped_mm.default  # the last: of experts (notebook 08)
+    save = operation in FUSED_ATTENTION or operation in matmuls
+    return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 IGNORED = -100  # a target that is not trained on; F.cross_entropy leaves it out
 
 
 def summed_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Sum of the cross-entropies in float32, a scalar. logits: [b, s, v]; targets: [b, s]."""
+    """Return the sum of the cross-entropies in float32, a scalar. logits: [b, s, v]; targets: [b, s]."""
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
 
 
@@ -135,8 +139,8 @@ def accumulate(
     if tokens is None and not micro_batches:
         raise ValueError("no micro-batch: there is nothing to learn from")
     if tokens is None:
-        tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).clamp(min=1)
-    total = 0.0
+        tokens = torch.stack([(targets != IGNORED).sum() for _, targets in micro_batches]).sum().clamp(min=1)
+    total = torch.zeros((), device=next(model.parameters()).device)
     for inputs, targets in micro_batches:
         with torch.autocast(inputs.device.type, dtype, enabled=dtype != torch.float32):
             logits = model(inputs)
@@ -170,20 +174,20 @@ def fp32_gradients(model: nn.Module) -> Iterator[dict[nn.Parameter, torch.Tensor
 
 
 def options(argv: list[str] | None = None) -> argparse.Namespace:
-    """The program's options. Touches nothing; an unknown or impossible one ends the program with status 2."""
+    """Parse the program's options. Touches nothing; an unknown or impossible one ends the program with status 2."""
     parser = single_gpu.training_parser("recompute", "Train with recomputation and gradient accumulation.")
     modes = ["none", "selective", "matmuls", "full"]
-    parser.add_argument("--recompute", default="none", choices=modes, help="products: keep the outputs of products")
+    parser.add_argument("--recompute", default="none", choices=modes, help="matmuls: save their outputs")
     single_gpu.add_micro_batch(parser)
     parser.add_argument("--trace", type=single_gpu.out_file, help="a file for the trace of steps 3 to 5")
-    chosen = single_gpu.parse(parser, argv)
-    if chosen.trace and chosen.steps < 5:
+    args = single_gpu.parse(parser, argv)
+    if args.trace and args.steps < 5:
         parser.error("--trace records steps 3 to 5: --steps must be 5 or more")
-    return chosen
+    return args
 
 
 def accumulated_step(micro_batch: int, model, optimizer, inputs, targets, dtype=torch.float32, max_norm=1.0):
-    """As `single_gpu.train_step`, micro_batch sequences at a time."""
+    """Run one step like `single_gpu.train_step`, but micro_batch sequences at a time."""
     optimizer.zero_grad()
     parts = zip(inputs.split(micro_batch), targets.split(micro_batch), strict=True)
     step_loss = accumulate(model, list(parts), dtype)
@@ -193,26 +197,26 @@ def accumulated_step(micro_batch: int, model, optimizer, inputs, targets, dtype=
 
 
 def main(argv: list[str] | None = None) -> list[dict]:
-    """Train as the options say; prints one line a step, writes the records where --out says, and returns them."""
-    chosen, configs = options(argv), []
-    policy = keep_matmuls if chosen.recompute == "matmuls" else None
-    mode = "selective" if policy else chosen.recompute
+    """Train as the options say; print one line per step, write the records to --out, and return them."""
+    args, configs = options(argv), []
+    policy = keep_matmuls if args.recompute == "matmuls" else None
+    mode = "selective" if policy else args.recompute
 
     def build(config, seed):
         configs.append(config)
         return apply_recompute(Transformer(config, seed), mode, policy)
 
-    with profiler(chosen.trace) if chosen.trace else contextlib.nullcontext() as prof:
+    with profiler(args.trace) if args.trace else contextlib.nullcontext() as prof:
 
-        def step(*args):
-            step_loss = accumulated_step(chosen.micro_batch, *args)
+        def step(*inputs):
+            step_loss = accumulated_step(args.micro_batch, *inputs)
             if prof:
                 prof.step()
             return step_loss
 
-        records = single_gpu.run(chosen, step, build)
+        records = single_gpu.run(args, step, build)
     if peak := single_gpu.peak_flops():
-        flops = step_flops(configs[0], chosen.batch, chosen.seq, mode)
+        flops = step_flops(configs[0], args.batch, args.seq, mode)
         needed, executed = (hfu(count, records[-1]["step_s"], peak) for count in flops)
         print(f"last step, FLOPs counted exactly: MFU {needed:.1%}, HFU {executed:.1%}")
     return records

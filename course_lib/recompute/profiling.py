@@ -1,4 +1,4 @@
-"""Where a step's time goes: FLOPs needed and executed, MFU and HFU, a profile, its timeline, its symptoms.
+"""Time of a step, by cause: FLOPs needed and executed, MFU and HFU, a profile, its timeline, its symptoms.
 
 MFU = needed FLOPs / (step time x peak), HFU = executed FLOPs / (step time x peak) (Chowdhery et al. 2022, PaLM,
 appendix B). Recomputation executes more than the model needs: it raises HFU, and lowers MFU.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,20 +24,20 @@ def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none
     """Return the FLOPs of the matmuls of forward and backward on batch x seq tokens: (needed, executed).
 
     The core is a flash kernel, attention counts as if unmasked. recompute: none, selective (as none), or full, by
-    torch.utils.checkpoint, which leaves out the block's last product.
+    torch.utils.checkpoint, which leaves out the block's last matmul.
     """
     parts = parameter_parts(config)
-    products = 2 * (parts["q_o"] + parts["kv"] + parts["mlp"])
+    matmuls = 2 * (parts["q_o"] + parts["kv"] + parts["mlp"])
     attention, head = 4 * config.attention_width * seq, 2 * config.vocab * config.hidden
-    needed = 3 * (config.layers * (products + attention) + head)
+    needed = 3 * (config.layers * (matmuls + attention) + head)
     executed = needed + config.layers * 2 * config.attention_width * seq
     if recompute == "full":
-        executed += config.layers * (products + attention - 2 * config.hidden * config.ffn_hidden)
+        executed += config.layers * (matmuls + attention - 2 * config.hidden * config.ffn_hidden)
     return batch * seq * needed, batch * seq * executed
 
 
 def count_flops(run) -> int:
-    """FLOPs of all matrix products that `run()` executes, fused attention on the CPU included."""
+    """Return the FLOPs of all matmuls that `run()` executes, including fused attention on the CPU."""
 
     def all_heads(q, k):  # PyTorch 2.11 counts attention only where K and V have as many heads as Q
         return torch.Size((k[0], q[1], *k[2:]))
@@ -48,7 +48,7 @@ def count_flops(run) -> int:
     def backward(grad_out, q, k, v, *args, **kwargs):
         return sdpa_backward_flop_count(grad_out, q, all_heads(q, k), all_heads(q, v))
 
-    formulas = {}
+    formulas: dict[Any, Callable[..., int]] = {}
     for kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention"):
         formulas[getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}")] = forward
         formulas[getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_backward")] = backward
@@ -58,12 +58,13 @@ def count_flops(run) -> int:
 
 
 def hfu(executed_flops: float, step_s: float, peak: float) -> float:
-    """Hardware FLOPs utilization of one device, 0 to 1; peak: its floating-point operations per second."""
+    """Return the hardware FLOPs utilization of one device, 0 to 1; peak: its floating-point operations per second."""
     return executed_flops / (step_s * peak)
 
 
 def profiler(trace: str | Path | None = None, wait: int = 1, warmup: int = 1, active: int = 3) -> profile:
-    """A torch.profiler.profile that records `active` steps, after wait + warmup: call `.step()` at the end of each.
+    """Return a torch.profiler.profile that records `active` steps, after wait + warmup: call `.step()` at the end of
+    each.
 
     trace: a file for Perfetto (ui.perfetto.dev) or chrome://tracing.
     """
@@ -85,7 +86,7 @@ def profile_step(
 
 
 class Span(NamedTuple):
-    """Something that took time."""
+    """One event of a profile."""
 
     lane: str  # "phases", "CPU", "CPU 2", "communication", "communication 2", "GPU stream 7", ...
     name: str
@@ -94,10 +95,11 @@ class Span(NamedTuple):
 
 
 def spans(prof: profile) -> list[Span]:
-    """What a profile has recorded, by start: marks (record_function) as phases, outermost operators by thread, kernels
-    by stream, and what gloo and NCCL note of their collectives.
+    """Return the events of a profile, by start: marks (record_function) as phases, outermost operators by thread,
+    kernels by stream, and the collectives that gloo and NCCL note.
     """
-    found, threads = [], {"CPU": [], "communication": []}
+    events: list[tuple[float, float, str, str]] = []
+    threads: dict[str, list[int]] = {"CPU": [], "communication": []}
     for event in prof.events():
         if event.device_type != torch.autograd.DeviceType.CPU and event.is_user_annotation:
             continue  # the shadow of a mark on the GPU
@@ -115,14 +117,15 @@ def spans(prof: profile) -> list[Span]:
             known += [event.thread] * (event.thread not in known)
             number = known.index(event.thread) + 1
             lane = lane if number == 1 else f"{lane} {number}"
-        found.append((event.time_range.start, event.time_range.end, lane, event.name))
-    zero = min((start for start, *_ in found), default=0)
-    return [Span(lane, name, (a - zero) / 1e3, (b - zero) / 1e3) for a, b, lane, name in sorted(found)]
+        events.append((event.time_range.start, event.time_range.end, lane, event.name))
+    zero = min((start for start, *_ in events), default=0)
+    return [Span(lane, name, (a - zero) / 1e3, (b - zero) / 1e3) for a, b, lane, name in sorted(events)]
 
 
 def draw_spans(ax, shown: list[Span], colors: dict[str, str] | None = None, labels: tuple[str, ...] = ()) -> None:
-    """A row of bars for each lane. colors: by the beginning of a span's name; labels: names to write on wide bars."""
-    lanes, bars = list(dict.fromkeys(span.lane for span in shown)), {}
+    """Draw a row of bars per lane. colors: by the beginning of a span's name; labels: names to write on wide bars."""
+    lanes = list(dict.fromkeys(span.lane for span in shown))
+    bars: dict[tuple[int, str], list[tuple[float, float]]] = {}
     wide = 0.06 * max((span.end_ms for span in shown), default=0.0)
     for span in shown:
         row, length = lanes.index(span.lane), span.end_ms - span.start_ms
@@ -130,9 +133,9 @@ def draw_spans(ax, shown: list[Span], colors: dict[str, str] | None = None, labe
         bars.setdefault((row, color), []).append((span.start_ms, length))
         if span.name in labels and length > wide:
             ax.text(span.start_ms + length / 2, row, span.name, ha="center", va="center", fontsize=8)
-    for (row, color), pieces in bars.items():
-        edge = 0.5 if len(pieces) < 100 else 0  # many thin bars would vanish under their edges
-        ax.broken_barh(pieces, (row - 0.35, 0.7), facecolor=color, edgecolor="white", linewidth=edge)
+    for (row, color), intervals in bars.items():
+        edge = 0.5 if len(intervals) < 100 else 0  # many thin bars would vanish under their edges
+        ax.broken_barh(intervals, (row - 0.35, 0.7), facecolor=color, edgecolor="white", linewidth=edge)
     ax.set(yticks=range(len(lanes)), yticklabels=lanes, xlabel="ms")
     ax.invert_yaxis()
 

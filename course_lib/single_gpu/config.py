@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The sizes of a model, and what tells models of Llama's kind apart. Raises ValueError where heads do not divide
-    evenly.
+    """The sizes of a model, and the features in which models of Llama's kind differ. Raises ValueError if heads do not
+    divide evenly.
     """
 
     layers: int  # L
@@ -21,11 +21,11 @@ class ModelConfig:
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
     dropout: float = 0.0
-    head_size: int | None = None  # d; hidden / heads where None
+    head_size: int | None = None  # d; None: hidden / heads
     rope_factor: float = 1.0  # by how much long_rope_angles lengthens the context (Llama 3.1: 8, 3.2: 32)
     rope_trained: int = 8192  # tokens of that context before
     qkv_bias: bool = False  # Qwen2
-    qk_norm: bool = False  # each head of q and k is normalised (Qwen3)
+    qk_norm: bool = False  # each head of q and k is normalized (Qwen3)
     context: int | None = field(default=None, compare=False)  # longest sequence; only config.json needs it
 
     def __post_init__(self):
@@ -44,7 +44,7 @@ class ModelConfig:
 
     @property
     def attention_width(self) -> int:
-        """a·d, the width of q and of attention's output: `hidden` where head_size is None, twice that in Qwen3-0.6B."""
+        """a·d, the width of q and of attention's output: `hidden` if head_size is None, twice that in Qwen3-0.6B."""
         return self.heads * self.head_dim
 
 

@@ -1,7 +1,7 @@
-"""Text for training: the standard library's own source as corpus, bytes as tokens, batches that know their place.
+"""Text for training: the standard library's own source as corpus, bytes as tokens, batches with a position.
 
 `TokenBatches` gives rank r of N its share of one global order of samples. The order depends on the seed alone, not on
-N, and the position is a single number: a run can stop, change its number of ranks, and go on with the very next sample.
+N, and the position is a single number: a run can stop, change its number of ranks, and continue with the next sample.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from course_lib.single_gpu.hf_tokenizers import load_tokenizer, lost_characters,
 
 
 def corpus(max_characters: int = 8_000_000) -> str:
-    """The first `max_characters` of the source text of the Python standard library, tests and installed packages
-    aside, in the order of the file names. Bytes that are not UTF-8 are left out.
+    """Return the first `max_characters` of the source of the Python standard library, without tests and installed
+    packages, in the order of the file names. Bytes that are not UTF-8 are left out.
     """
     root = Path(sysconfig.get_path("stdlib"))
     skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3"}
@@ -42,22 +42,22 @@ def corpus(max_characters: int = 8_000_000) -> str:
 
 
 class ByteTokenizer:
-    """One token a byte of UTF-8: nothing to train, nothing to download."""
+    """One token per byte of UTF-8: nothing to train, nothing to download."""
 
     vocab_size = 256
 
     def encode(self, text: str) -> torch.Tensor:
-        """tokens: [n], uint8."""
+        """Return tokens [n], uint8."""
         return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
     def decode(self, tokens: torch.Tensor) -> str:
-        """The text of `tokens`: [n]."""
+        """Return the text of `tokens`, [n]."""
         return bytes(tokens.tolist()).decode(errors="replace")
 
 
 def text_parts(text: str, size: int = 200_000) -> Iterator[str]:
-    """`text` in parts of `size` characters or a little more, cut where byte-level tokenizers (GPT, Llama 3, Qwen) cut
-    too: before a space or behind a newline that stands alone. A tokenizer takes 190 bytes of memory per character.
+    """Yield `text` in parts of `size` characters or a little more, cut where byte-level tokenizers (GPT, Llama 3, Qwen)
+    cut too: before a space or behind a newline that stands alone. A tokenizer takes 190 bytes of memory per character.
     """
     start, between = 0, re.compile(r"(?<=\S)(?= \S)|(?<=\S\n)(?=\S)")
     while start + size < len(text) and (cut := between.search(text, start + size)):
@@ -66,36 +66,36 @@ def text_parts(text: str, size: int = 200_000) -> Iterator[str]:
     yield text[start:]
 
 
-def text_tokens(words, text: str) -> Iterator[list[int]]:
-    """Yield the token ids of `text` by the tokenizer `words`, part by part, without special tokens.
+def text_tokens(tokenizer, text: str) -> Iterator[list[int]]:
+    """Yield the token ids of `text`, part by part, without special tokens.
 
     Some tokenizers put a space before any text (Llama 2, Mistral). All parts but the first are read behind a newline,
     whose tokens are left out again, so that they begin as they do inside the text.
     """
-    read = functools.partial(words, add_special_tokens=False, verbose=False)
+    read = functools.partial(tokenizer, add_special_tokens=False, verbose=False)
     for number, part in enumerate(text_parts(text)):
-        part = part.encode(errors="replace").decode()  # JSON can hold half of a surrogate pair
+        valid = part.encode(errors="replace").decode()  # JSON can hold half of a surrogate pair
         newline = read("\n")["input_ids"] if number else []
-        ids = read(f"\n{part}" if number else part)["input_ids"]
-        yield ids[len(newline) :] if ids[: len(newline)] == newline else read(part)["input_ids"]
+        ids = read(f"\n{valid}" if number else valid)["input_ids"]
+        yield ids[len(newline) :] if ids[: len(newline)] == newline else read(valid)["input_ids"]
 
 
 def read_documents(
-    words, special: tuple, dataset: str, split: str, column: str, limit: int | None, subset: str | None
+    tokenizer, special: tuple, dataset: str, split: str, column: str, limit: int | None, subset: str | None
 ) -> tuple[torch.Tensor, list[str]]:
     """Return the tokens [n], int32, of a data set, and a line for each kind of data that is not among them: documents
-    beyond `limit` or without text, files in no split, characters without a token. words: the tokenizer.
+    beyond `limit` or without text, files in no split, characters without a token.
 
     special: the tokens before and after each document, see special_tokens.
     """
     rows, files_left_out = open_documents(dataset, split, subset, column)
     before, after = special
-    ids, found, empty, left_out = array("i"), 0, 0, []  # 4 bytes per token; an int in a list takes 36
-    characters = set()
+    ids, count, empty, left_out = array("i"), 0, 0, []  # 4 bytes per token; an int in a list takes 36
+    characters: set[str] = set()
     counted = Path(dataset).exists()  # the rest of a data set by name would be downloaded only to be counted
-    for place, text in rows:
-        found += 1
-        if limit is not None and found > limit:
+    for position, text in rows:
+        count += 1
+        if limit is not None and count > limit:
             if counted:
                 continue
             break
@@ -103,19 +103,19 @@ def read_documents(
             empty += 1
             continue
         if not isinstance(text, str):
-            raise ValueError(f"{place}: column {column} is of type {type(text).__name__}; it must be a string")
+            raise ValueError(f"{position}: column {column} is of type {type(text).__name__}; it must be a string")
         characters.update(text)
         ids.extend(before)
-        for part in text_tokens(words, text):
+        for part in text_tokens(tokenizer, text):
             ids.extend(part)
         ids.extend(after)
-    used = found if limit is None else min(limit, found)
-    if used < found:
-        left_out.append(f"{used:,} of {found:,} documents" if counted else f"the first {used:,} documents; it has more")
+    used = count if limit is None else min(limit, count)
+    if used < count:
+        left_out.append(f"{used:,} of {count:,} documents" if counted else f"the first {used:,} documents; it has more")
     if empty:
         left_out.append(f"{empty:,} of {used:,} documents have no text and are left out")
     tokens = torch.frombuffer(ids, dtype=torch.int32) if ids else torch.empty(0, dtype=torch.int32)
-    return tokens, left_out + files_left_out + lost_characters(words, characters)
+    return tokens, left_out + files_left_out + lost_characters(tokenizer, characters)
 
 
 def digest(sources: tuple[str, ...], options: tuple) -> str:
@@ -135,21 +135,21 @@ def hf_tokens(
     documents: int | None = None,
     subset: str | None = None,
 ):
-    """Tokens [n], and the tokenizer, of a data set and a tokenizer by file, folder or name at Hugging Face. Needs
-    `[hf]`. A text file is one document. documents: how many at most; all where None. subset: one of the configurations
-    that a data set has. Rank 0 prints a line for what is left out. Raises ValueError, in one line.
+    """Return tokens [n], and the tokenizer, of a data set and a tokenizer by file, folder or name at Hugging Face.
+    Needs `[hf]`. A text file is one document. documents: how many at most; None: all. subset: one of the configurations
+    of a data set. Rank 0 prints a line for what is left out. Raises ValueError, in one line.
 
     One process of a machine reads and tokenizes; the others, and later runs, map the file that it has left in the
     user's cache folder. A file or folder that changes is read again; for a data set by name, delete that file.
     """
     if documents is not None and documents < 1:
         raise ValueError(f"documents {documents}: 1 or more, or None for all")
-    words, told = load_tokenizer(tokenizer)
-    special = special_tokens(words)
+    hf_tokenizer, messages = load_tokenizer(tokenizer)
+    special = special_tokens(hf_tokenizer)
 
     def read() -> torch.Tensor:
         try:
-            tokens, left_out = read_documents(words, special, dataset, split, column, documents, subset)
+            tokens, left_out = read_documents(hf_tokenizer, special, dataset, split, column, documents, subset)
         except (ValueError, OSError) as error:
             raise ValueError(f"{dataset}: {error}") from None
         notes.write_text("\n".join(left_out))
@@ -164,15 +164,15 @@ def hf_tokens(
         raise OSError(f"the folder for tokens, {cache} (or below $XDG_CACHE_HOME): {error}") from None
     if not (dist.is_initialized() and dist.get_rank()):
         left_out = notes.read_text().splitlines() if notes.exists() else []
-        lines = [f"{tokenizer}: {line}\n" for line in told] + [f"{dataset}: {line}\n" for line in left_out]
+        lines = [f"{tokenizer}: {line}\n" for line in messages] + [f"{dataset}: {line}\n" for line in left_out]
         print("".join(lines), end="")
-    return tokens, words
+    return tokens, hf_tokenizer
 
 
 def mapped_once(file: Path, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """`make()`, an int32 tensor [n], in a file that is mapped: the processes of a machine share its pages.
+    """Return `make()`, an int32 tensor [n], from a mapped file: the processes of a machine share its pages.
 
-    The first process that comes makes it, the others wait for it. A file that is there is whole.
+    The first process makes the file, the others wait for it. A file that exists is complete.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     with open(file.with_suffix(".lock"), "w") as lock:
@@ -187,9 +187,7 @@ def mapped_once(file: Path, make: Callable[[], torch.Tensor]) -> torch.Tensor:
 
 
 def seeded(number: int) -> torch.Generator:
-    """Return a CPU generator seeded by any integer. One of 64 bits is taken as it is; a larger one is reduced modulo a
-    prime.
-    """
+    """Return a CPU generator seeded by any integer; one of more than 64 bits is reduced modulo a prime."""
     if not -(2**63) <= number < 2**64:
         number %= 2**63 - 25
     return torch.Generator().manual_seed(number)
@@ -208,7 +206,7 @@ class TokenBatches:
         self.rank, self.world_size, self.seed = rank, world_size, seed
         self.windows = (len(tokens) - 1) // seq
         self.position = 0  # samples that all ranks together have consumed
-        self.shuffled = (None, None)  # the epoch whose order is at hand, and that order
+        self.shuffled: tuple[int, list[int]] | None = None  # an epoch, and its order
         if self.windows < 1:
             raise ValueError(f"{len(tokens)} tokens hold no window of {seq} + 1 tokens")
         if batch < 1 or not 0 <= rank < world_size:
@@ -217,19 +215,19 @@ class TokenBatches:
             )
 
     def order(self, epoch: int) -> list[int]:
-        """The window numbers of `epoch`, shuffled by the seed and the epoch alone."""
-        if self.shuffled[0] != epoch:
+        """Return the window numbers of `epoch`, shuffled by the seed and the epoch alone."""
+        if self.shuffled is None or self.shuffled[0] != epoch:
             generator = seeded(1_000_003 * self.seed + epoch)
             self.shuffled = (epoch, torch.randperm(self.windows, generator=generator).tolist())
         return self.shuffled[1]
 
     def state_dict(self) -> dict[str, int]:
-        """What brings a run back to this sample, on any number of ranks."""
+        """Return the state that brings a run back to this sample, on any number of ranks."""
         return {"position": self.position, "seed": self.seed}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on where `state` was taken."""
-        self.position, self.seed, self.shuffled = state["position"], state["seed"], (None, None)
+        """Continue from the sample at which `state` was taken."""
+        self.position, self.seed, self.shuffled = state["position"], state["seed"], None
 
     def __iter__(self):
         return self
@@ -242,6 +240,6 @@ class TokenBatches:
         """
         first = self.position + self.rank * self.batch
         self.position += self.batch * self.world_size
-        chosen = [self.order(n // self.windows)[n % self.windows] for n in range(first, first + self.batch)]
-        pieces = torch.stack([self.tokens[w * self.seq : (w + 1) * self.seq + 1] for w in chosen]).long()
-        return pieces[:, :-1], pieces[:, 1:]
+        windows = [self.order(n // self.windows)[n % self.windows] for n in range(first, first + self.batch)]
+        rows = torch.stack([self.tokens[w * self.seq : (w + 1) * self.seq + 1] for w in windows]).long()
+        return rows[:, :-1], rows[:, 1:]

@@ -36,8 +36,8 @@ def model_of(name: str) -> str:
     Names as PyTorch reports them ("NVIDIA A100-SXM4-80GB") and as hardware.csv has them ("A100-SXM-80GB") give the
     same. All words but those for the vendor, an SXM board and memory belong to the model: a variant is another model.
     """
-    words = re.findall(r"[\w.]+", name.upper())
-    return " ".join(word for word in words if not NOT_MODEL.fullmatch(word))
+    parts = re.findall(r"[\w.]+", name.upper())
+    return " ".join(part for part in parts if not NOT_MODEL.fullmatch(part))
 
 
 @functools.cache

@@ -14,14 +14,14 @@ import lzma
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from course_lib.single_gpu.errors import one_line_message
 
 HUB_NAME = r"\w[\w.-]*(/\w[\w.-]*)?"  # such as HuggingFaceFW/fineweb-edu
-OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
 
 def open_text(file: Path, newline: str | None = None) -> TextIO:
@@ -46,8 +46,10 @@ def json_rows(file: Path, column: str) -> Iterator[tuple[str, dict]]:
                 elif line.strip():
                     yield f"line {number}", json.loads(line.rstrip())
             except json.JSONDecodeError as error:
-                place = f"line {number + error.lineno - 1}, column {error.colno}: {error.msg}"
-                raise ValueError(f"{place}; a JSON file has one object per line, or is one list of objects") from None
+                position = f"line {number + error.lineno - 1}, column {error.colno}: {error.msg}"
+                raise ValueError(
+                    f"{position}; a JSON file has one object per line, or is one list of objects"
+                ) from None
 
 
 def csv_rows(file: Path, column: str) -> Iterator[tuple[str, dict]]:
@@ -104,18 +106,18 @@ def check_column(columns: list[str], column: str) -> None:
 
 
 def file_rows(files: list[Path], column: str, folder: Path | None = None) -> Iterator[tuple[str, object]]:
-    """Yield the place and the value of each row; a place names its file where there is a folder."""
+    """Yield the place and the value of each row; a position names its file where there is a folder."""
     for file in files:
-        name, place = f"{os.path.relpath(file, folder)}: " if folder else "", ""
+        name, position = f"{os.path.relpath(file, folder)}: " if folder else "", ""
         try:
-            for number, (place, row) in enumerate(reader_of(file)(file, column)):
+            for number, (position, row) in enumerate(reader_of(file)(file, column)):
                 if not isinstance(row, dict):
-                    raise ValueError(f"{place} is of type {type(row).__name__}; it must be an object with columns")
+                    raise ValueError(f"{position} is of type {type(row).__name__}; it must be an object with columns")
                 if number == 0:
                     check_column(list(row), column)
-                yield name + place, row.get(column)
+                yield name + position, row.get(column)
         except UnicodeDecodeError:
-            raise ValueError(f"{name}{place and f'after {place}: '}this is not UTF-8 text; convert it") from None
+            raise ValueError(f"{name}{position and f'after {position}: '}this is not UTF-8 text; convert it") from None
         except Exception as error:  # of csv, zlib, lzma, pyarrow, the system
             raise ValueError(name + loading_error(error)) from None
 
@@ -125,8 +127,8 @@ def unread_files(folder: Path, splits: dict[str, list[Path]]) -> list[str]:
     and, where a file's name has "train" or "test" in it, only files with such names; it follows no link to a folder.
     Data cards and hidden files do not count.
     """
-    found = [file for file in sorted(folder.rglob("*")) if file.is_file() or file.is_symlink()]
-    names = {file.resolve(): file.relative_to(folder) for file in found}
+    files = [file for file in sorted(folder.rglob("*")) if file.is_file() or file.is_symlink()]
+    names = {file.resolve(): file.relative_to(folder) for file in files}
     cards = {file for file, name in names.items() if name.match("*.md") or name.match("dataset_*.json")}
     cards |= {file for file, name in names.items() if not name.suffix and file.is_file()}
     cards |= {file for file, name in names.items() if any(part.startswith(".") for part in name.parts)}
@@ -145,12 +147,12 @@ def split_files(folder: Path, split: str, subset: str | None) -> tuple[list[Path
     if not any(reader_of(file) for file in folder.rglob("*")):
         raise ValueError(f"no file in this folder can be read; {SOURCES}")
     try:
-        found = load_dataset_builder(str(folder), subset).config.data_files or {}
+        data_files = load_dataset_builder(str(folder), subset).config.data_files or {}
     except Exception as error:
         patterns = set("*?[") & set(str(folder.absolute()))
         hint = f"; rename the folder: {min(patterns)} is part of a pattern there" if patterns else ""
         raise ValueError(f"{loading_error(error)}{hint}") from None
-    splits = {str(name): [Path(file) for file in files] for name, files in found.items()}
+    splits = {str(name): [Path(file) for file in files] for name, files in data_files.items()}
     if split not in splits:
         raise ValueError(f"there is no split {split}; it has {', '.join(splits)} (--split)")
     for file in splits[split]:
@@ -217,9 +219,9 @@ def guarded(rows: Iterator) -> Iterator:
 def open_documents(
     dataset: str, split: str, subset: str | None, column: str
 ) -> tuple[Iterator[tuple[str, object]], list[str]]:
-    """Return an iterator over (place, value) of all rows, and notes on what is not among them.
+    """Return an iterator over (position, value) of all rows, and notes on what is not among them.
 
-    place: where the row is, for messages; value: what the column holds. Raises ValueError, also while rows are read,
+    position: where the row is, for messages; value: what the column holds. Raises ValueError, also while rows are read,
     with one line that says what is wrong and what works.
     """
     path = Path(dataset)

@@ -18,14 +18,18 @@ def unlike_ours(c, rope: dict) -> list[str]:
 
     rope: as rope_of returns it.
     """
-    ours = {"rope_type": ("default", "llama3"), "partial_rotary_factor": (1.0,), "attention_bias": (False,)}
+    ours: dict[str, tuple] = {
+        "rope_type": ("default", "llama3"),
+        "partial_rotary_factor": (1.0,),
+        "attention_bias": (False,),
+    }
     ours |= {"mlp_bias": (False,), "hidden_act": ("silu",), "sliding_window": (None,)}
     if rope["rope_type"] == "llama3":
         ours |= {"low_freq_factor": (1.0,), "high_freq_factor": (4.0,)}
-    found = {name: rope.get(name, getattr(c, name, None)) for name in ours}
-    found = {name: ours[name][0] if value is None else value for name, value in found.items()}
-    wrong = [name for name in ours if found[name] not in ours[name]]
-    return [f"{name} is {found[name]}, not {one_of(ours[name])}" for name in wrong]
+    given = {name: rope.get(name, getattr(c, name, None)) for name in ours}
+    values = {name: ours[name][0] if value is None else value for name, value in given.items()}
+    wrong = [name for name in ours if values[name] not in ours[name]]
+    return [f"{name} is {values[name]}, not {one_of(ours[name])}" for name in wrong]
 
 
 def rope_of(c) -> dict:
@@ -45,15 +49,16 @@ def rope_of(c) -> dict:
 
 
 def hf_config(c) -> ModelConfig:
-    """The sizes of a Hugging Face model of Llama's kind, from its config.
+    """Return the sizes of a Hugging Face model of Llama's kind, from its config.
 
-    Raises ValueError where the model has what ours has not: another architecture, biases of o or of the MLP, another
-    activation, positions that are rotated in part or scaled in another way than Llama 3.1's, a window of attention.
+    Raises ValueError if the model has features that ours lacks: another architecture, biases of o or of the MLP,
+    another activation, positions that are rotated in part or scaled in another way than Llama 3.1's, a window of
+    attention.
     """
     kind = getattr(c, "model_type", None)
     if kind not in HF_KINDS:  # others may lack anything that is read below
-        more = "; course_lib.checkpoint.from_hf reads mixtures" if kind in ("mixtral", "qwen3_moe") else ""
-        raise ValueError(f"not the model of this course: model_type is {kind}, not {one_of(HF_KINDS)}{more}")
+        hint = "; course_lib.checkpoint.from_hf reads mixtures" if kind in ("mixtral", "qwen3_moe") else ""
+        raise ValueError(f"not the model of this course: model_type is {kind}, not {one_of(HF_KINDS)}{hint}")
     rope = rope_of(c)
     if differing := unlike_ours(c, rope):
         raise ValueError(f"not the model of this course: {', '.join(differing)}")

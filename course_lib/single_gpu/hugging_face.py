@@ -1,7 +1,7 @@
-"""To and from transformers: names, sizes and weights of models of Llama's kind.
+"""Conversion from and to transformers: names, sizes and weights of models of Llama's kind.
 
-Llama, Mistral, Qwen2 and Qwen3 have the layers of `Transformer`, under other names. What ours has not is refused, by
-the name that transformers gives it.
+Llama, Mistral, Qwen2 and Qwen3 have the layers of `Transformer`, under other names. Features that
+ours lacks are refused, by the name that transformers gives them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ HF_NAMES = {  # ours -> theirs
 
 
 def hf_name(name: str) -> str:
-    """Hugging Face's name of one of our parameters."""
+    """Return Hugging Face's name of one of our parameters."""
     name = plain_name(name)
     for ours, theirs in HF_NAMES.items():
         name = name.replace(ours, theirs)
@@ -35,7 +35,7 @@ def hf_name(name: str) -> str:
 
 
 def hf_kind(c: ModelConfig) -> str:
-    """The architecture of transformers that has what this model has. Raises ValueError where there is none."""
+    """Return the architecture of transformers that has the features of this model. Raises ValueError if none has."""
     if c.qkv_bias and c.qk_norm:
         raise ValueError("no model of transformers has both biases of q, k and v, and norms of q and k")
     if c.qk_norm or c.qkv_bias:
@@ -93,14 +93,14 @@ def to_hf_config(c: ModelConfig, tokenizer: Any = None):
 
 
 def to_hf(model: Transformer, tokenizer: Any = None) -> nn.Module:
-    """A `LlamaForCausalLM`, or the same of Mistral, Qwen2 or Qwen3, with the weights of `model`. Needs the extra
+    """Return a `LlamaForCausalLM`, or the same of Mistral, Qwen2 or Qwen3, with the weights of `model`. Needs the extra
     `[hf]`. tokenizer: of transformers, whose end token ends what the model generates. Raises ValueError as
     to_hf_config.
     """
     import transformers
 
     theirs = getattr(transformers, f"{hf_kind(model.config)}ForCausalLM")(to_hf_config(model.config, tokenizer))
-    theirs.to(model.norm.weight.dtype)
+    theirs.to(next(model.parameters()).dtype)
     tensors = {hf_name(name): tensor for name, tensor in model.state_dict().items()}
     if foreign := sorted(tensors.keys() - theirs.state_dict().keys()):
         raise ValueError(f"no model of Llama's kind: it has {foreign[0]}; course_lib.checkpoint.to_hf writes mixtures")
@@ -108,11 +108,11 @@ def to_hf(model: Transformer, tokenizer: Any = None) -> nn.Module:
     return theirs
 
 
-PLAIN_TYPES = ("F64", "F32", "F16", "BF16")  # of safetensors: those whose numbers are the weights themselves
+PLAIN_TYPES = ("F64", "F32", "F16", "BF16")  # of safetensors: their numbers are the weights themselves
 PLAIN_RELEASE = "use the release of the model in bfloat16, or save it dequantized with transformers"
 
 
-def loaded(kind: type, source: str | Path) -> nn.Module:
+def loaded(kind: Any, source: str | Path) -> nn.Module:
     """Load a model of class `kind` of transformers from a name or folder. Raises as plain_model, or what transformers
     raises if there is nothing to load.
     """
@@ -121,24 +121,24 @@ def loaded(kind: type, source: str | Path) -> nn.Module:
 
     if quantized := getattr(AutoConfig.from_pretrained(source), "quantization_config", None):
         method = quantized.get("quant_method", "an unnamed method")
-        more = "; course_lib.checkpoint.from_hf reads FP8" if method == "fp8" else ""
-        raise ValueError(f"{source} is quantized (quant_method {method}): {PLAIN_RELEASE}{more}")
+        hint = "; course_lib.checkpoint.from_hf reads FP8" if method == "fp8" else ""
+        raise ValueError(f"{source} is quantized (quant_method {method}): {PLAIN_RELEASE}{hint}")
     for file in sorted(Path(source).glob("model*.safetensors")):
         with safe_open(file, "pt") as opened:
             types = {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
         if odd := next((name for name, each in types.items() if each not in PLAIN_TYPES), None):
             raise ValueError(f"{odd} is {types[odd]} in {file}: {PLAIN_RELEASE}")
-    model, found = kind.from_pretrained(source, output_loading_info=True)
+    model, info = kind.from_pretrained(source, output_loading_info=True)
     for how in ("missing", "unexpected"):
-        if names := sorted(found[f"{how}_keys"]):
+        if names := sorted(info[f"{how}_keys"]):
             raise ValueError(f"not the model of this course: {how} weights {', '.join(names[:3])}")
     return model
 
 
-def plain_model(kind: type, source: nn.Module | str | Path) -> nn.Module:
-    """A model of transformers: `source` itself, or what class `kind` loads from a name or folder.
+def plain_model(kind: Any, source: nn.Module | str | Path) -> nn.Module:
+    """Return a model of transformers: `source` itself, or the one that class `kind` loads from a name or folder.
 
-    Raises ValueError, in one line, where there is none, its weights are quantized (their numbers mean nothing without
+    Raises ValueError, in one line, if there is none, its weights are quantized (their numbers mean nothing without
     their scales), or the model and its files differ in names: transformers fills what is missing with random numbers.
     """
     if isinstance(source, (str, Path)):
@@ -156,10 +156,10 @@ def plain_model(kind: type, source: nn.Module | str | Path) -> nn.Module:
 
 
 def from_hf(source: nn.Module | str | Path) -> Transformer:
-    """A `Transformer` with the weights of a Hugging Face model of Llama's kind, or of one by name or folder. Needs the
-    extra `[hf]`.
+    """Return a `Transformer` with the weights of a Hugging Face model of Llama's kind, or of one by name or folder.
+    Needs the extra `[hf]`.
 
-    Raises ValueError where the model has what ours has not (see hf_config), or its weights are quantized.
+    Raises ValueError if the model has features that ours lacks (see hf_config), or its weights are quantized.
     """
     from transformers import AutoModelForCausalLM
 
@@ -169,6 +169,6 @@ def from_hf(source: nn.Module | str | Path) -> Transformer:
         model = Transformer(config)
     tensors = theirs.state_dict()
     model.load_state_dict({name: tensors[hf_name(name)].clone() for name in model.state_dict()}, assign=True)
-    if config.tied:
+    if config.tied and model.head and model.embedding:
         model.head.weight = model.embedding.weight
     return model

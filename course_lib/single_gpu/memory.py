@@ -1,8 +1,9 @@
-"""How many bytes a training run keeps, before anything is run: parameters, gradients, optimizer states, activations.
+"""The bytes that a training run keeps, computed before anything runs: parameters, gradients, optimizer states,
+activations.
 
 Symbols: b batch, s sequence, h hidden, a heads, d head size, f feed-forward size, v vocabulary, L layers. All results
-are bytes on one GPU; the arguments `tp`, `sp`, `cp`, `pp`, `ep`, `dp` and `zero_stage` say how the work is split, and
-later notebooks derive what each of them changes.
+are bytes on one GPU; the arguments `tp`, `sp`, `cp`, `pp`, `ep`, `dp` and `zero_stage` say how the work is split;
+later notebooks derive the effect of each.
 
 Rajbhandari et al. 2020 (ZeRO, §3); Korthikanti et al. 2022 (activation recomputation, §4); The Ultra-Scale Playbook
 (2025), chapter 2.
@@ -33,10 +34,10 @@ def parameter_parts(config: ModelConfig) -> dict[str, int]:
 
 
 def param_count(config: ModelConfig, tp: int = 1, pp: int = 1, ep: int = 1) -> int:
-    """Parameters that the fullest GPU holds; with all degrees 1, those of the model.
+    """Return the number of parameters on the fullest GPU; with all degrees 1, of the model.
 
-    TP splits matrices and leaves norms whole; K/V heads are split down to one head, then copied. PP gives each stage
-    ceil(L / pp) layers; the first stage has the embedding, the last one norm and head (a copy of the embedding where
+    TP splits matrices and leaves norms unsplit; K/V heads are split down to one head, then replicated. PP gives each
+    stage ceil(L / pp) layers; the first stage has the embedding, the last one norm and head (a copy of the embedding if
     tied). EP splits the MLPs (the experts).
     """
     parts = parameter_parts(config)
@@ -49,13 +50,13 @@ def param_count(config: ModelConfig, tp: int = 1, pp: int = 1, ep: int = 1) -> i
 
 
 def gpt_param_count(hidden: int, layers: int, vocab: int) -> int:
-    """Parameters of a GPT: N = hv + L(12h² + 13h) + 2h, with biases, a tied head and no positions (the playbook,
-    chapter 2).
+    """Return the number of parameters of a GPT: N = hv + L(12h² + 13h) + 2h, with biases, a tied head and no positions
+    (the playbook, chapter 2).
     """
     return hidden * vocab + layers * (12 * hidden**2 + 13 * hidden) + 2 * hidden
 
 
-# policy: bytes a parameter of (weights, gradients, optimizer states with master weights)
+# policy: bytes per parameter of (weights, gradients, optimizer states with master weights)
 POLICIES = {
     "fp32": (4, 4, 8),
     "bf16": (2, 2, 12),
@@ -105,15 +106,15 @@ def gpt_activation_bytes(
     sp: bool = False,
     cp: int = 1,
 ) -> float:
-    """Activation bytes of a GPT in 16-bit precision: L·sbh(34 + 5as/h); selective 34, full 2 (Korthikanti et al. 2022,
-    §4 and table 2).
+    """Return the activation bytes of a GPT in 16-bit precision: L·sbh(34 + 5as/h); selective 34, full 2 (Korthikanti et
+    al. 2022, §4 and table 2).
 
-    TP leaves 10 of the 34 whole (norms, dropout, layer inputs) and splits 24 and the scores; SP splits the 10 as well;
-    CP splits the sequence. PP changes nothing: a stage has 1/pp of the layers and pp micro-batches in flight.
+    TP leaves 10 of the 34 unsplit (norms, dropout, layer inputs) and splits 24 and the scores; SP splits the 10 as
+    well; CP splits the sequence. PP changes nothing: a stage has 1/pp of the layers and pp micro-batches in flight.
     """
-    kept = gpt_layer_bytes(hidden, heads, seq, recompute)
-    whole = 2 * hidden if recompute == "full" else 10 * hidden  # outside of the matrices that TP splits
-    return layers * batch * seq / cp * (whole / (tp if sp else 1) + (kept - whole) / tp)
+    layer = gpt_layer_bytes(hidden, heads, seq, recompute)
+    unsplit = 2 * hidden if recompute == "full" else 10 * hidden  # outside of the matrices that TP splits
+    return layers * batch * seq / cp * (unsplit / (tp if sp else 1) + (layer - unsplit) / tp)
 
 
 # exercise 01.8
@@ -151,33 +152,33 @@ def activation_bytes(
     cp: int = 1,
     pp: int = 1,
 ) -> float:
-    """Bytes that `Transformer` and its loss keep for backward on one GPU, at the end of a forward of batch × seq
-    tokens.
+    """Return the bytes that `Transformer` and its loss keep for backward on one GPU, at the end of a forward of
+    batch × seq tokens.
 
     recompute: "none"; "selective" keeps Q, K, V and the output of attention, nothing between (a flash core does that
-    anyway); "matmuls" the input of each layer and the outputs of its matrix products and flash core (notebook 02);
+    anyway); "matmuls" the input of each layer and the outputs of its matmuls and flash core (notebook 02);
     "full" the input of each layer alone. TP splits what lies between a column- and a row-parallel matrix (Korthikanti
     et al. 2022, §4.2); SP splits the norms and the residual too; CP splits the sequence. PP: the fuller of the first
     stage (pp micro-batches in flight under 1F1B) and the last one (one, with the loss).
     """
     if recompute not in ("none", "selective", "matmuls", "full"):
-        raise ValueError(f"recompute={recompute!r}: it is none, selective, products or full")
+        raise ValueError(f"recompute={recompute!r}: it is none, selective, matmuls or full")
     tokens, h, width, kv = batch * seq / cp, config.hidden, config.attention_width, config.kv_heads * config.head_dim
     outside = tp if sp else 1  # what the region between two blocks is divided by
-    kept = layer_activations(config, seq, e, flash, fused_norm)
+    sizes = layer_activations(config, seq, e, flash, fused_norm)
     if recompute == "selective" and not flash:  # a flash core has dropped its scores already
-        kept["attention"] = e * (2 * width + 2 * kv)
+        sizes["attention"] = e * (2 * width + 2 * kv)
     copies = max(1, tp // config.kv_heads)  # K/V heads cannot be split below one
-    inside = kept["attention"] + kept["mlp"] + e * 2 * kv * (copies - 1)
+    inside = sizes["attention"] + sizes["mlp"] + e * 2 * kv * (copies - 1)
     if config.qk_norm:  # q and k before their norms, and a number for each head
         inside += (e if fused_norm else 8) * (width + kv * copies) + 4 * (config.heads + config.kv_heads * copies)
-    layer = (kept["norms"] + kept["norm outputs"]) / outside + inside / tp
+    layer = (sizes["norms"] + sizes["norm outputs"]) / outside + inside / tp
     if recompute == "matmuls":  # of what is split: Q, K, V, gate, up, and the output of a flash core
         core = e * width + 4 * config.heads if flash else 0
         layer = 3 * e * h / outside + (e * (width + 2 * kv * copies + 2 * config.ffn_hidden) + core) / tp
     elif recompute == "full":
         layer = e * h / outside
-    head = ((kept["norms"] + kept["norm outputs"]) / 2) / outside + 4 * config.vocab / tp
+    head = ((sizes["norms"] + sizes["norm outputs"]) / 2) / outside + 4 * config.vocab / tp
     indices = 16 + e * config.head_dim / batch  # token and target numbers; the cosines and sines that all layers share
     stage = -(-config.layers // pp) * layer + indices
     return tokens * (stage + head if pp == 1 else max(pp * stage, stage + head))
@@ -197,10 +198,10 @@ def training_bytes(
     pp: int = 1,
     ep: int = 1,
 ) -> dict[str, float]:
-    """Bytes on the fullest GPU: parameters, gradients, optimizer states, activations of one micro-batch of `batch`
-    sequences.
+    """Return the bytes on the fullest GPU: parameters, gradients, optimizer states, activations of one micro-batch of
+    `batch` sequences.
 
-    ZeRO shards over dp · cp GPUs, for those of a CP group hold the same parameters.
+    ZeRO shards over dp · cp GPUs, since the GPUs of a CP group hold the same parameters.
     """
     parts = state_bytes(param_count(config, tp, pp, ep), policy, zero_stage, dp * cp)
     parts["activations"] = activation_bytes(

@@ -1,10 +1,10 @@
 """A Llama-style transformer that knows nothing of parallelism: RMSNorm, RoPE, grouped-query attention, SwiGLU.
 
-What later notebooks use: `Attention.core` is any function of q [b, s, a, d], k and v [b, s, kv, d], and
-`Attention.rope` and `MLP.activation` any functions with the arguments of `apply_rope` and `swiglu`; `project_layers` of
-Attention and MLP applies several layers to one x; `embedding` and `head` may be None (a pipeline stage);
-`forward` takes tokens [b, s] or hidden states [b, s, h], and positions. Initial weights depend on the seed and the
-parameter's name alone, so that a rank can make any one parameter without the others.
+Later notebooks replace parts: `Attention.core` is any function of q [b, s, a, d], k and v [b, s, kv, d], and
+`Attention.rope` and `MLP.activation` any functions with the arguments of `apply_rope` and `swiglu`; `project_layers`
+of Attention and MLP applies several layers to one x; `embedding` and `head` may be None (a pipeline stage);
+`forward` takes tokens [b, s] or hidden states [b, s, h], and positions. Initial weights depend only on the
+seed and the parameter's name, so a rank can make any one parameter without the others.
 
 Touvron et al. 2023 (Llama); Su et al. 2021 (RoPE); Ainslie et al. 2023 (GQA); Shazeer 2020 (SwiGLU); Zhang and Sennrich
 2019 (RMSNorm).
@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,8 +28,8 @@ from course_lib.single_gpu.config import ModelConfig as ModelConfig
 
 
 def rope_angles(positions: torch.Tensor, config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos, sin of the angle of each position and pair, float32: [s, d/2] for positions [s], [b, s, d/2] for positions
-    [b, s].
+    """Return cos, sin of the angle of each position and pair, float32: [s, d/2] for positions [s], [b, s, d/2] for
+    positions [b, s].
     """
     pairs = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32)
     angles = positions[..., None].float() * config.rope_theta ** (-pairs / config.head_dim)
@@ -48,19 +48,19 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
 
 
 def long_rope_angles(positions: torch.Tensor, config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """rope_angles of a model whose context was lengthened after training (Llama 3.1, `rope_type: llama3`): pairs that
-    turn less than once in `rope_trained` tokens turn `rope_factor` times more slowly, those that turn more than 4 times
-    as before, the others in between. Llama Team 2024, §3.4.2; the numbers 1 and 4 are those of the published models.
+    """Return rope_angles of a model whose context was lengthened (Llama 3.1, `rope_type: llama3`): pairs that turn
+    less than once in `rope_trained` tokens turn `rope_factor` times more slowly, pairs that turn more than 4 times as
+    before, the others in between. Llama Team 2024, §3.4.2; the numbers 1 and 4 are those of the published models.
     """
     pairs = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32)
-    speeds = config.rope_theta ** (-pairs / config.head_dim)  # radians a token
-    kept = ((config.rope_trained * speeds / (2 * math.pi) - 1) / 3).clamp(0, 1)
-    angles = positions[..., None].float() * speeds * (kept + (1 - kept) / config.rope_factor)
+    speeds = config.rope_theta ** (-pairs / config.head_dim)  # radians per token
+    unchanged = ((config.rope_trained * speeds / (2 * math.pi) - 1) / 3).clamp(0, 1)  # share of the speed
+    angles = positions[..., None].float() * speeds * (unchanged + (1 - unchanged) / config.rope_factor)
     return angles.cos(), angles.sin()
 
 
 def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """softmax(q k^T / sqrt(d), causal) v. q: [b, s, a, d]; k, v: [b, s, kv, d]; returns [b, s, a, d]."""
+    """Return softmax(q k^T / sqrt(d), causal) v. q: [b, s, a, d]; k, v: [b, s, kv, d]; returns [b, s, a, d]."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [b, heads, s, d]
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
@@ -105,25 +105,25 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
 
     def project(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """q: [b, s, a*d], k and v: [b, s, kv*d] of x: [b, s, h]."""
+        """Return q [b, s, a*d], k and v [b, s, kv*d] of x [b, s, h]."""
         return self.project_layers(x, [self.q_proj, self.k_proj, self.v_proj])
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """x: [b, s, h]; cos, sin: [s, d/2] or [b, s, d/2]; returns [b, s, h]."""
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.project(x))  # [b, s, heads, d]
-        if self.q_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         out = self.core(self.rope(q, cos, sin), self.rope(k, cos, sin), v)  # [b, s, a, d]
         return F.dropout(self.o_proj(out.flatten(-2)), self.dropout, self.training)
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up, each [b, s, f]. Shazeer 2020."""
+    """Return silu(gate) * up, each [b, s, f]. Shazeer 2020."""
     return F.silu(gate) * up
 
 
 class MLP(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x)); `activation` is what stands before `down`."""
+    """SwiGLU: down(silu(gate(x)) * up(x)); `activation` is the part before `down`."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -134,7 +134,7 @@ class MLP(nn.Module):
         self.down_proj: LinearLayer = nn.Linear(config.ffn_hidden, config.hidden, bias=False)  # [h, f]
 
     def project(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """gate and up, each [b, s, f], of x: [b, s, h]."""
+        """Return gate and up, each [b, s, f], of x [b, s, h]."""
         return self.project_layers(x, [self.gate_proj, self.up_proj])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -173,6 +173,15 @@ class Transformer(nn.Module):
     returns them.
     """
 
+    if TYPE_CHECKING:
+
+        @property
+        def blocks(self) -> Blocks:
+            """The decoder blocks, by number."""
+
+        @blocks.setter
+        def blocks(self, blocks: nn.ModuleList) -> None: ...
+
     active_config: ModelConfig  # sizes of the model that one token passes through; set by apply_moe
 
     def __init__(self, config: ModelConfig, seed: int = 0):
@@ -180,7 +189,7 @@ class Transformer(nn.Module):
         self.config = config
         self.applied: dict[str, dist.ProcessGroup | None] = {}  # parallel transforms by name, each with its group
         self.embedding: Layer | None = nn.Embedding(config.vocab, config.hidden)  # [v, h]
-        self.blocks = cast("Blocks", nn.ModuleList(Block(config) for _ in range(config.layers)))
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm: nn.RMSNorm | None = nn.RMSNorm(config.hidden, config.norm_eps)
         self.head: LinearLayer | None = nn.Linear(config.hidden, config.vocab, bias=False)  # [v, h]
         if config.tied:
@@ -194,7 +203,7 @@ class Transformer(nn.Module):
             init_parameter(name, parameter, self.config, seed)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-        """x: tokens [b, s] or hidden states [b, s, h]; positions: [s] or [b, s], 0 … s-1 where None; returns logits or
+        """x: tokens [b, s] or hidden states [b, s, h]; positions: [s] or [b, s], None: 0 … s-1; returns logits or
         hidden states.
         """
         if positions is None:
@@ -205,7 +214,7 @@ class Transformer(nn.Module):
         cos, sin = (part.to(x.dtype) for part in angles(positions, self.config))
         for block in self.blocks:
             x = block(x, cos, sin)
-        return x if self.head is None else self.head(self.norm(x))
+        return x if self.head is None or self.norm is None else self.head(self.norm(x))
 
 
 def need_transformer(model: nn.Module, function: str, instead: str) -> None:
@@ -221,10 +230,10 @@ def need_transformer(model: nn.Module, function: str, instead: str) -> None:
 
 @torch.no_grad()
 def init_parameter(name: str, parameter: torch.Tensor, config: ModelConfig, seed: int = 0) -> None:
-    """Fill the whole of one parameter: ones for norms, zeros for other vectors, else normal with deviation 0.02,
-    residual outputs scaled by 1/sqrt(2L) (GPT-2, §2.3).
+    """Fill one full parameter: ones for norms, zeros for other vectors, else normal with deviation 0.02, residual
+    outputs scaled by 1/sqrt(2L) (GPT-2, §2.3).
 
-    The numbers depend on the seed and the name alone: whoever needs one parameter can make it without the others.
+    The values depend only on the seed and the name: a rank can make one parameter without the others.
     """
     name = plain_name(name)
     if parameter.is_meta:  # a shape without numbers
@@ -243,5 +252,7 @@ def plain_name(name: str) -> str:
 
 
 def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy over all tokens, computed in float32. logits: [b, s, v]; targets: [b, s]; returns a scalar."""
+    """Return the mean cross-entropy over all tokens, computed in float32. logits: [b, s, v]; targets: [b, s]; returns a
+    scalar.
+    """
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

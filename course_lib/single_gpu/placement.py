@@ -1,9 +1,9 @@
-"""How a parameter relates to the full tensor of the unsplit model: the one attribute that transforms set on it.
+"""Placement of a parameter in the full tensor of the unsplit model: the one attribute that transforms set on it.
 
     placement_of(norm.weight).reduce_group = tp_group        # set by apply_*, read by DataParallel, ZeRO and clipping
 
 A parameter without a placement holds a full tensor, and all ranks of a data-parallel group reduce its gradient.
-PyTorch drops attributes where it makes new parameters (`to_empty`, `load_state_dict` with assign=True).
+PyTorch drops attributes when it makes new parameters (`to_empty`, `load_state_dict` with assign=True).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 
 class ShardSpec(Protocol):
-    """Which indices of a full tensor a rank has: a TensorShard, or a NestedShard where it is split more than once."""
+    """The indices of a full tensor that a rank has: a TensorShard, or a NestedShard if it is split more than once."""
 
     @property
     def full_size(self) -> Any:

@@ -1,9 +1,9 @@
-"""Which bytes are alive when, and what for: the memory of training steps over time, on CPU and CUDA.
+"""Memory of training steps over time, by purpose, on CPU and CUDA.
 
-`saved_bytes` counts what a forward keeps for backward, `MemoryProfile` watches whole steps: a dispatch mode sees the
-outputs of every operation, a weak reference to each storage tells when it goes, and hooks tell whose it is. Sizes are
-those that were requested. What an operation uses inside itself does not pass the dispatcher and is not seen; on CUDA
-the allocator's own lines show it.
+`saved_bytes` counts the bytes that a forward keeps for backward, `MemoryProfile` watches complete steps: a dispatch
+mode sees the outputs of every operation, a weak reference to each storage tells when it is freed, and hooks tell its
+owner. Sizes are the requested ones. Memory that an operation uses internally does not pass the dispatcher and is not
+seen; on CUDA the allocator's own lines show it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import contextlib
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -51,8 +51,8 @@ class Allocation:
     nbytes: int
     born: float
     died: float = math.inf
-    counted: bool = True  # False for what was there before the profile and nobody has claimed
-    owner: str | None = None  # "parameters", "gradients" or "optimizer states", once somebody has claimed it
+    counted: bool = True  # False for a storage from before the profile without an owner
+    owner: str | None = None  # "parameters", "gradients" or "optimizer states", once it is claimed
     saved: bool = False  # autograd saved it for a backward
     in_backward: bool = False  # made while a backward ran
     outlived_forward: bool = False  # made outside a backward, and still alive when the next one began
@@ -76,16 +76,17 @@ def category(allocation: Allocation) -> str:
 class MemoryTimeline:
     """Lives of allocations, read as levels over time. A storage counts under its final category from birth on."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.allocations: list[Allocation] = []
         self.marks: list[tuple[float, str]] = []  # (seconds, name) of each phase
         self.allocator: list[tuple[float, int, int]] = []  # CUDA: (seconds, bytes requested, bytes reserved)
 
     def levels(self) -> tuple[list[float], dict[str, list[int]]]:
-        """The seconds at which something changed, and the bytes of each category from then on."""
+        """Return the seconds at which something changed, and the bytes of each category from then on."""
         changes = [(a.born, a.nbytes, category(a)) for a in self.allocations]
         changes += [(a.died, -a.nbytes, category(a)) for a in self.allocations if a.died < math.inf]
-        now, moments, levels = dict.fromkeys(CATEGORIES, 0), [], {name: [] for name in CATEGORIES}
+        now, moments = dict.fromkeys(CATEGORIES, 0), []
+        levels: dict[str, list[int]] = {name: [] for name in CATEGORIES}
         for moment, nbytes, changed in sorted(changes):
             now[changed] += nbytes
             moments.append(moment)
@@ -94,7 +95,9 @@ class MemoryTimeline:
         return moments, levels
 
     def peak(self, phase: str | None = None) -> dict[str, int]:
-        """Bytes of each category when their sum is largest, in one phase or in all; KeyError for an unknown phase."""
+        """Return the bytes of each category when their sum is largest, in one phase or in all. Raises KeyError for an
+        unknown phase.
+        """
         names, starts = [name for _, name in self.marks], [moment for moment, _ in self.marks] + [math.inf]
         if phase is not None and phase not in names:
             raise KeyError(f"no phase {phase!r} was marked, only {names}")
@@ -107,7 +110,7 @@ class MemoryTimeline:
 
 
 def plot_timeline(timeline: MemoryTimeline, ax, colors: dict[str, str] | None = None) -> None:
-    """Stacked areas in MiB and a line for each phase; on CUDA also the allocator's requested and reserved bytes."""
+    """Draw areas in MiB and a line per phase; on CUDA also the requested and reserved bytes of the allocator."""
     moments, levels = timeline.levels()
     areas = [[size / 2**20 for size in levels[name]] for name in CATEGORIES]
     shades = colors and [colors[name] for name in CATEGORIES]
@@ -132,28 +135,30 @@ class StorageTracker(TorchDispatchMode):
         self.backwards, self.task = 0, -1
 
     def now(self) -> float:
-        """Seconds since the start."""
+        """Return the seconds since the start."""
         return time.perf_counter() - self.start
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         in_backward = self.in_backward()
         if function is not torch.ops.aten.lift_fresh.default:  # that one is handed what torch.tensor has just made
             for tensor in tree_leaves((args, kwargs)):
-                self.see(tensor, counted=False)  # what was there before the profile, such as the corpus, is not ours
+                self.see(tensor, counted=False)  # a tensor from before the profile, such as the corpus, does not count
         out = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             self.see(tensor, in_backward=in_backward)
         return out
 
     def in_backward(self) -> bool:
-        """Whether a backward runs; counts those that have begun."""
+        """Return whether a backward runs; count those that have begun."""
         task = torch._C._current_graph_task_id()  # -1 where none runs
         if task not in (-1, self.task):
             self.backwards, self.task = self.backwards + 1, task
         return task != -1
 
     def see(self, tensor: object, counted: bool = True, in_backward: bool = False) -> Allocation | None:
-        """The allocation of a tensor's storage, new where unknown; None for no tensor, or one of another device."""
+        """Return the allocation of a tensor's storage, a new one if it is unknown; None for no tensor, or one of
+        another device.
+        """
         if not isinstance(tensor, torch.Tensor) or tensor.device != self.device:
             return None
         storage = tensor.untyped_storage()
@@ -162,7 +167,7 @@ class StorageTracker(TorchDispatchMode):
         return self.alive[storage._cdata][0]
 
     def watch(self, storage: torch.UntypedStorage, allocation: Allocation) -> None:
-        """Note when the storage goes: until then, `allocation` is its own."""
+        """Note when the storage is freed: until then, it has this `allocation`."""
         key, allocation.backwards = storage._cdata, self.backwards
         self.alive[key] = (allocation, weakref.ref(storage, lambda _: self.bury(key)))
         if allocation.counted:
@@ -173,15 +178,15 @@ class StorageTracker(TorchDispatchMode):
                 self.timeline.allocator.append((allocation.born, asked, held))
 
     def bury(self, key: int) -> None:
-        """The storage is gone, or the profile ends."""
+        """Note that the storage is freed, or that the profile ends."""
         if key in self.alive:
             allocation, _ = self.alive.pop(key)
             allocation.died, allocation.outlived_forward = self.now(), self.backwards > allocation.backwards
 
 
 @contextlib.contextmanager
-def on_resize(call: Callable[[torch.UntypedStorage], None]):
-    """Inside, `call` is told of every storage that Python code has resized, on whatever device.
+def on_resize(call: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Inside, call `call` with every storage that Python code has resized, on any device.
 
     Sharded data parallelism frees a tensor's memory by `tensor.untyped_storage().resize_(0)` and gets it back later. No
     dispatch mode sees that, since it is no operation on tensors.
@@ -193,15 +198,15 @@ def on_resize(call: Callable[[torch.UntypedStorage], None]):
         call(storage)
         return storage
 
-    torch.UntypedStorage.resize_ = resize_and_tell
+    setattr(torch.UntypedStorage, "resize_", resize_and_tell)  # noqa: B010  # mypy: a method
     try:
         yield
     finally:
-        torch.UntypedStorage.resize_ = resize
+        setattr(torch.UntypedStorage, "resize_", resize)  # noqa: B010
 
 
 class OwnerTracker(StorageTracker):
-    """Also knows whose a storage is, and what autograd has saved."""
+    """Also notes the owner of a storage, and that autograd has saved it."""
 
     def claim(self, tensors: Iterable[object], owner: str) -> None:
         """Count the storages of `tensors` as `owner`, one of CATEGORIES."""
@@ -217,7 +222,7 @@ class OwnerTracker(StorageTracker):
         self.claim([value for state in optimizer.state.values() for value in state.values()], "optimizer states")
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """A storage has new memory, of another size, and no operation made it. It is the same owner's as the old."""
+        """Note that a storage has new memory, made by no operation, of another size and the same owner."""
         if storage._cdata in self.alive or storage.device == self.device:  # a fake tensor's storage is on meta
             new = Allocation(storage.nbytes(), self.now(), in_backward=self.in_backward())
             if storage._cdata in self.alive:  # its old memory is given up after the new is there
@@ -227,14 +232,14 @@ class OwnerTracker(StorageTracker):
             self.watch(storage, new)
 
     def note_saved(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Autograd saves `tensor` for backward."""
+        """Note that autograd saves `tensor` for backward."""
         if known := self.alive.get(tensor.untyped_storage()._cdata):
             known[0].saved = True
         return tensor.detach()  # an output that is kept as it is would hold its own graph, for ever
 
 
 class MemoryProfile(MemoryTimeline):
-    """Records what is allocated, for what and how long: `with MemoryProfile(model, optimizer) as profile: ...`
+    """Records allocations, their purpose and their life: `with MemoryProfile(model, optimizer) as profile: ...`
 
     Counted are the tensors of `module` and `optimizer`, and all that is made inside the `with` on the module's device.
     record_history (CUDA): keep what `snapshot` writes. Raises ValueError for record_history elsewhere.

@@ -1,4 +1,4 @@
-"""Whether all ranks, and a run that continues, have one text."""
+"""Test that all ranks, and a run that continues, train on one text."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import torch.distributed as dist
 
 
 def text_sum(tokens: torch.Tensor) -> list[int]:
-    """Return the number of `tokens` ([n]) and a checksum of a million of them, enough to know a text by."""
-    some = tokens[:: max(1, len(tokens) // 2**20)].contiguous()
-    return [len(tokens), zlib.crc32(some.numpy())]
+    """Return the number of `tokens` ([n]) and a checksum of about a million of them, which identify a text."""
+    sample = tokens[:: max(1, len(tokens) // 2**20)].contiguous()
+    return [len(tokens), zlib.crc32(sample.numpy().tobytes())]
 
 
 def check_same_text(tokens: torch.Tensor, vocab: int) -> None:
-    """Raise ValueError on all ranks where one has another text than rank 0: other files, or another version of Python,
-    whose library is the course's text. Collective where there is a default group.
+    """Raise ValueError on all ranks if one has another text than rank 0: other files, or another version of Python,
+    whose library is the text of the course. Collective if there is a default group.
     """
     if not dist.is_initialized():
         return
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (vocab, *text_sum(tokens)))
-    other = next((rank for rank, text in enumerate(found) if text != found[0]), None)
+    texts: list = [None] * dist.get_world_size()
+    dist.all_gather_object(texts, (vocab, *text_sum(tokens)))
+    other = next((rank for rank, text in enumerate(texts) if text != texts[0]), None)
     if other is not None:
-        sizes = [f"{length:,} tokens of a vocabulary of {size:,}" for size, length, _ in (found[other], found[0])]
+        sizes = [f"{length:,} tokens of a vocabulary of {size:,}" for size, length, _ in (texts[other], texts[0])]
         raise ValueError(
             f"rank {other} has another text than rank 0 ({sizes[0]}; rank 0 has {sizes[1]}): all machines need the "
             "same files, or for the course's text the same version of Python"

@@ -1,7 +1,7 @@
 """Train a model on one device: the step, the loop, and how well the device was used (MFU).
 
-A step's forward and backward need 6N + 12·L·a·d·s floating-point operations a token (Chowdhery et al. 2022, PaLM,
-appendix B). MFU is that, times tokens per second, over what the device can do at most. For memory see `memory`.
+A step's forward and backward need 6N + 12·L·a·d·s floating-point operations per token (Chowdhery et al. 2022, PaLM,
+appendix B). MFU is that, times tokens per second, over the peak of the device. For memory see `memory`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -45,7 +46,7 @@ def mfu(config: ModelConfig, seq: int, tokens_per_s: float, peak: float) -> floa
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes at the peak so far: of the caching allocator on CUDA, else of the whole process."""
+    """Return the bytes at the peak so far: of the caching allocator on CUDA, else of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     in_kib = sys.platform != "darwin"  # ru_maxrss is in KiB on Linux, in bytes on macOS
@@ -60,8 +61,8 @@ def train_step(
     dtype: torch.dtype = torch.float32,
     max_norm: float = 1.0,
 ) -> torch.Tensor:
-    """One step on inputs and targets, each [b, s]; dtype: that of the matrix products (autocast); returns the loss, a
-    scalar on the device.
+    """Run one step on inputs and targets, each [b, s]; dtype: of the matmuls (autocast). Return the loss, a scalar on
+    the device.
     """
     optimizer.zero_grad()
     with torch.autocast(inputs.device.type, dtype, enabled=dtype != torch.float32):
@@ -82,33 +83,25 @@ def train(
     step: Callable = train_step,
     ranks_per_batch: int = 1,
 ) -> list[dict]:
-    """Train for `steps` steps, each by `step`. Returns, and passes to `on_step`, a record of each: step, loss, step_s,
+    """Train for `steps` steps, each by `step`. Return, and pass to `on_step`, a record of each: step, loss, step_s,
     tokens_per_s, mfu, peak_memory. model: a `Transformer`, or a wrapper that has it as `.module`; ranks_per_batch: how
-    many devices share the work on a batch; tokens_per_s and mfu are one device's.
+    many devices share the work on a batch; tokens_per_s and mfu are per device.
     """
     device, peak, records = next(model.parameters()).device, peak_flops(), []
     core = getattr(model, "module", model)
-    config = getattr(core, "active_config", core.config)  # of a mixture (notebook 08): what one token goes through
+    # active_config, of a mixture (notebook 08): the sizes that one token goes through.
+    config = cast(ModelConfig, getattr(core, "active_config", core.config))
     model.train()
     for number in range(1, steps + 1):
         start = time.perf_counter()
         inputs, targets = (part.to(device, non_blocking=True) for part in next(batches))
-        step_loss = step(
-            model, optimizer, inputs, targets, dtype
-        ).item()  # .item() waits for the device: the time is the whole step's
+        # .item() waits for the device: the time is that of the complete step.
+        step_loss = step(model, optimizer, inputs, targets, dtype).item()
         step_s = time.perf_counter() - start
         speed = inputs.numel() / step_s / ranks_per_batch
         used = mfu(config, inputs.shape[1], speed, peak) if peak else None
-        records.append(
-            {
-                "step": number,
-                "loss": step_loss,
-                "step_s": step_s,
-                "tokens_per_s": speed,
-                "mfu": used,
-                "peak_memory": peak_memory(device),
-            }
-        )
+        record = {"step": number, "loss": step_loss, "step_s": step_s, "tokens_per_s": speed, "mfu": used}
+        records.append(record | {"peak_memory": peak_memory(device)})
         on_step(records[-1])
     return records
 
@@ -120,7 +113,7 @@ def evaluate(model: nn.Module, batches: Iterator, count: int) -> torch.Tensor:
     Memory does not grow with `count`, no value is read on the host, and the model stays as it is.
     """
     device = next(model.parameters()).device
-    total = 0.0
+    total = torch.zeros((), device=device)
     with torch.no_grad():
         for _ in range(count):
             inputs, targets = (part.to(device) for part in next(batches))
@@ -129,7 +122,7 @@ def evaluate(model: nn.Module, batches: Iterator, count: int) -> torch.Tensor:
 
 
 def out_file(path: str) -> Path:
-    """A file that a program may write, as the type of an option. Raises ArgumentTypeError."""
+    """Return a file that a program may write: the type of an option. Raises ArgumentTypeError."""
     file = Path(path)
     if not file.parent.is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {file.parent}")
@@ -139,17 +132,17 @@ def out_file(path: str) -> Path:
 
 
 def training_parser(prog: str, description: str) -> argparse.ArgumentParser:
-    """The options that every training program of this course has."""
+    """Return a parser with the options of every training program of this course."""
     parser = argparse.ArgumentParser(
         prog=prog, description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add, precision = parser.add_argument, "bf16" if torch.cuda.is_available() else "fp32"
     add("--preset", default="small", choices=list(PRESETS), help="the model's sizes")
     add("--steps", type=int, default=50)
-    add("--batch", type=int, default=8, help="sequences a step, on each device")
-    add("--seq", type=int, default=128, help="tokens a sequence")
+    add("--batch", type=int, default=8, help="sequences per step, on each device")
+    add("--seq", type=int, default=128, help="tokens per sequence")
     add("--lr", type=float, default=2e-3)
-    add("--dtype", default=precision, choices=["fp32", "bf16"], help="of the matrix products")
+    add("--dtype", default=precision, choices=["fp32", "bf16"], help="of the matmuls")
     add("--seed", type=int, default=0)
     add("--dataset", help="a file, a folder, or a name at Hugging Face (a .txt is one document); needs --tokenizer")
     add("--tokenizer", help="a tokenizer.json, a folder with one, or a name at Hugging Face")
@@ -168,34 +161,34 @@ def add_micro_batch(parser: argparse.ArgumentParser) -> None:
 
 def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
     """Return the options of a `training_parser`. An impossible one ends the program with status 2."""
-    chosen = parser.parse_args(argv)
-    if "micro_batch" in chosen:
-        chosen.micro_batch = chosen.batch if chosen.micro_batch is None else chosen.micro_batch
-        if not 1 <= chosen.micro_batch <= chosen.batch:
+    args = parser.parse_args(argv)
+    if "micro_batch" in args:
+        args.micro_batch = args.batch if args.micro_batch is None else args.micro_batch
+        if not 1 <= args.micro_batch <= args.batch:
             parser.error("--micro-batch must be 1 or more, and no more than --batch")
-    if min(chosen.steps, chosen.batch, chosen.seq) < 1:
+    if min(args.steps, args.batch, args.seq) < 1:
         parser.error("--steps, --batch and --seq must be 1 or more")
-    if not 0 < chosen.lr < float("inf"):
+    if not 0 < args.lr < float("inf"):
         parser.error("--lr must be a number above 0")
-    if (chosen.dataset is None) != (chosen.tokenizer is None):
+    if (args.dataset is None) != (args.tokenizer is None):
         parser.error("--dataset and --tokenizer go together")
-    if "" in (chosen.dataset, chosen.tokenizer):
+    if "" in (args.dataset, args.tokenizer):
         parser.error("--dataset and --tokenizer must not be empty")
     of_dataset = ("column", "split", "subset", "documents")
-    if chosen.dataset is None and any(getattr(chosen, name) != parser.get_default(name) for name in of_dataset):
+    if args.dataset is None and any(getattr(args, name) != parser.get_default(name) for name in of_dataset):
         parser.error("--column, --split, --subset and --documents go with --dataset")
-    if chosen.documents is not None and chosen.documents < 1:
+    if args.documents is not None and args.documents < 1:
         parser.error("--documents must be 1 or more")
-    return chosen
+    return args
 
 
 def options(argv: list[str] | None = None) -> argparse.Namespace:
-    """The program's options. Touches nothing; an unknown or impossible one ends the program with status 2."""
+    """Parse the program's options. Touches nothing; an unknown or impossible one ends the program with status 2."""
     return parse(training_parser("single_gpu", "Train a model on one device."), argv)
 
 
 def describe(record: dict) -> str:
-    """One line of a step's record."""
+    """Return one line for a step's record."""
     share = f" | MFU {record['mfu']:.1%}" if record["mfu"] else ""
     return (
         f"step {record['step']:>5} | loss {record['loss']:.4f} | {record['tokens_per_s']:>9,.0f} tokens/s{share} | "
@@ -203,7 +196,11 @@ def describe(record: dict) -> str:
     )
 
 
-ADAMW = {"betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}  # in every training program of this course
+ADAMW: dict[str, Any] = {
+    "betas": (0.9, 0.95),
+    "weight_decay": 0.1,
+    "fused": True,
+}  # in every training program of this course
 
 
 def decay_groups(module_or_params: nn.Module | Iterable[nn.Parameter]) -> list[dict]:
@@ -212,9 +209,9 @@ def decay_groups(module_or_params: nn.Module | Iterable[nn.Parameter]) -> list[d
     A parameter without decay has fewer than two dimensions. A flat shard counts with the dimensions of its full
     parameter, which its placement keeps.
     """
-    is_module = isinstance(module_or_params, nn.Module)
-    groups = {True: {"params": []}, False: {"params": [], "weight_decay": 0.0}}
-    for parameter in module_or_params.parameters() if is_module else module_or_params:
+    parameters = module_or_params.parameters() if isinstance(module_or_params, nn.Module) else module_or_params
+    groups: dict[bool, dict[str, Any]] = {True: {"params": []}, False: {"params": [], "weight_decay": 0.0}}
+    for parameter in parameters:
         flat = placement_of(parameter).flat_shard
         decays = len(flat.full_shape if flat else parameter.shape) > 1
         groups[decays]["params"].append(parameter)
@@ -222,35 +219,35 @@ def decay_groups(module_or_params: nn.Module | Iterable[nn.Parameter]) -> list[d
 
 
 def adamw(model: nn.Module, lr: float) -> torch.optim.Optimizer:
-    """The optimizer of every training program of this course."""
+    """Return the optimizer of every training program of this course."""
     return torch.optim.AdamW(decay_groups(model), lr=lr, **ADAMW)
 
 
-def training_text(chosen: argparse.Namespace) -> tuple[torch.Tensor, int]:
-    """The tokens [n] that the options name, and the size of their vocabulary; the corpus where they name none.
+def training_text(args: argparse.Namespace) -> tuple[torch.Tensor, int]:
+    """Return the tokens [n] of the data set that the options name, or of the corpus, and the size of the vocabulary.
 
-    A data set or tokenizer that does not work ends the program with one line. Raises ValueError where ranks have
-    different texts.
+    A data set or tokenizer that does not work ends the program with one line. Raises ValueError if ranks have different
+    texts.
     """
-    if chosen.dataset is None:
+    if args.dataset is None:
         tokens, vocab = ByteTokenizer().encode(corpus()), ByteTokenizer.vocab_size
     else:
-        read = {name: getattr(chosen, name) for name in ("split", "column", "documents", "subset")}
+        read = {name: getattr(args, name) for name in ("split", "column", "documents", "subset")}
         try:
-            tokens, tokenizer = hf_tokens(chosen.dataset, chosen.tokenizer, **read)
+            tokens, tokenizer = hf_tokens(args.dataset, args.tokenizer, **read)
         except (ValueError, OSError, ImportError) as error:
             needs = "; --dataset needs pip install -e '.[hf]'" if isinstance(error, ImportError) else ""
             raise SystemExit(f"{error}{needs}") from None
         vocab = 1 + max(tokenizer.get_vocab().values())
-    if len(tokens) <= chosen.seq:
-        text = chosen.dataset or "the text of the course"
-        raise SystemExit(f"{text}: {len(tokens):,} tokens; --seq {chosen.seq} needs {chosen.seq + 1:,} or more")
+    if len(tokens) <= args.seq:
+        text = args.dataset or "the text of the course"
+        raise SystemExit(f"{text}: {len(tokens):,} tokens; --seq {args.seq} needs {args.seq + 1:,} or more")
     check_same_text(tokens, vocab)
     return tokens, vocab
 
 
 def run(
-    chosen: argparse.Namespace,
+    args: argparse.Namespace,
     step: Callable = train_step,
     build: Callable[[ModelConfig, int], nn.Module] = Transformer,
     make_optimizer: Callable[[nn.Module, float], torch.optim.Optimizer] = adamw,
@@ -258,7 +255,7 @@ def run(
     world_size: int = 1,
     ranks_per_batch: int = 1,
 ) -> list[dict]:
-    """Train as the options say; rank 0 prints one line a step and writes the records where --out says.
+    """Train as the options say; rank 0 prints one line per step and writes the records to --out.
 
     step: as `train_step`. build(config, seed): the model, or a wrapper that has it as `.module`. make_optimizer(model,
     lr): its optimizer. ranks_per_batch: how many consecutive ranks have the same batch. Returns the records of `train`.
@@ -266,32 +263,32 @@ def run(
     from tqdm import tqdm
 
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    tokens, vocab = training_text(chosen)
-    config = dataclasses.replace(PRESETS[chosen.preset], vocab=vocab)
+    tokens, vocab = training_text(args)
+    config = dataclasses.replace(PRESETS[args.preset], vocab=vocab)
     with device:
-        model = build(config, chosen.seed)
-    optimizer = make_optimizer(model, chosen.lr)
+        model = build(config, args.seed)
+    optimizer = make_optimizer(model, args.lr)
     share, shares = rank // ranks_per_batch, world_size // ranks_per_batch
-    batches = TokenBatches(tokens, chosen.batch, chosen.seq, share, shares, chosen.seed)
-    dtype = torch.bfloat16 if chosen.dtype == "bf16" else torch.float32
+    batches = TokenBatches(tokens, args.batch, args.seq, share, shares, args.seed)
+    dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
     if rank == 0:
-        print(f"{chosen.preset}: {param_count(config):,} parameters on {device}, {len(tokens):,} tokens of text")
-    # No bar where the output is no terminal, or another rank's.
-    with tqdm(total=chosen.steps, unit="step", disable=True if rank else None) as bar:
+        print(f"{args.preset}: {param_count(config):,} parameters on {device}, {len(tokens):,} tokens of text")
+    # No bar on other ranks, or if the output is no terminal.
+    with tqdm(total=args.steps, unit="step", disable=True if rank else None) as bar:
 
         def on_step(record: dict) -> None:
             if rank == 0:
                 bar.write(describe(record))
                 bar.update()
 
-        records = train(model, optimizer, batches, chosen.steps, dtype, on_step, step, ranks_per_batch)
-    if chosen.out and rank == 0:
-        chosen.out.write_text(
-            json.dumps({"options": {k: str(v) for k, v in vars(chosen).items()}, "records": records}, indent=1)
+        records = train(model, optimizer, batches, args.steps, dtype, on_step, step, ranks_per_batch)
+    if args.out and rank == 0:
+        args.out.write_text(
+            json.dumps({"options": {k: str(v) for k, v in vars(args).items()}, "records": records}, indent=1)
         )
     return records
 
 
 def main(argv: list[str] | None = None) -> list[dict]:
-    """Train as the options say; prints one line a step, writes the records where --out says, and returns them."""
+    """Train as the options say; print one line per step, write the records to --out, and return them."""
     return run(options(argv))

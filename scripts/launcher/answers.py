@@ -34,20 +34,22 @@ class Answers:
 
         Raises ExportError for an answer that cannot be exported and is to be taken unchecked.
         """
-        found = exercise_cells(notebook, path.parent)
-        undirected = [name for name, cells in found.items() if not any(is_exported(cell["source"]) for cell in cells)]
+        cells_by_name = exercise_cells(notebook, path.parent)
+        undirected = [
+            name for name, cells in cells_by_name.items() if not any(is_exported(cell["source"]) for cell in cells)
+        ]
         for name in {*undirected} & exported_exercises(path):
             self.refused[name] = "its cell has lost the line '#| export ...' that it begins with"
-        found = {name: cells for name, cells in found.items() if name not in undirected}
-        blank = [name for name, cells in found.items() if any(BLANK.search(cell["source"]) for cell in cells)]
-        if launched or len(blank) < len(found):  # do not list a notebook that is not begun
-            self.blank += [f"all of {chapter(path)}"] if len(blank) == len(found) > 1 else blank
-        for name in [name for name in found if name not in blank]:
-            if reason := None if self.unchecked else self.reason(name, found[name], path):
+        cells_by_name = {name: cells for name, cells in cells_by_name.items() if name not in undirected}
+        blank = [name for name, cells in cells_by_name.items() if any(BLANK.search(cell["source"]) for cell in cells)]
+        if launched or len(blank) < len(cells_by_name):  # do not list a notebook that is not begun
+            self.blank += [f"all of {chapter(path)}"] if len(blank) == len(cells_by_name) > 1 else blank
+        for name in [name for name in cells_by_name if name not in blank]:
+            if reason := None if self.unchecked else self.reason(name, cells_by_name[name], path):
                 self.refused[name] = reason
                 continue
             try:
-                self.splice(name, [read(cell["source"], cell["id"]) for cell in found[name]])
+                self.splice(name, [read(cell["source"], cell["id"]) for cell in cells_by_name[name]])
             except (CellError, ExportError) as error:
                 if self.unchecked:
                     raise ExportError(f"{path}: {error}") from None
@@ -72,27 +74,27 @@ class Answers:
         return module_text(module, "", self.library)
 
     def texts(self) -> dict[str, str]:
-        """What the copies hold, by module."""
+        """Return the text of the copies, by module."""
         return {name: headed(text, name, self.original(name)) for name, text in self.spliced.items()}
 
 
 def exported_exercises(path: Path) -> set[str]:
     """The exercises of the course's notebook of this name whose answers go into the library."""
     reference = NOTEBOOKS / path.name
-    found = exercise_cells(read_notebook(reference)) if reference.exists() else {}
-    return {name for name, cells in found.items() if any(is_exported(cell["source"]) for cell in cells)}
+    cells_by_name = exercise_cells(read_notebook(reference)) if reference.exists() else {}
+    return {name for name, cells in cells_by_name.items() if any(is_exported(cell["source"]) for cell in cells)}
 
 
 def copies(overlay: Path) -> dict[str, str]:
     """The copies that lie in a learner's library, by module."""
-    found = {}
+    cells_by_name = {}
     for file in sorted(overlay.rglob("*.py")):
         text = file.read_text(encoding="utf-8", errors="replace")
         if is_copy(text):
-            found[".".join(file.relative_to(overlay).with_suffix("").parts)] = text
-    return found
+            cells_by_name[".".join(file.relative_to(overlay).with_suffix("").parts)] = text
+    return cells_by_name
 
 
 def has_answer_of(text: str, chapters: list[str]) -> bool:
-    """Whether a copy holds a learner's answer to an exercise of these chapters."""
+    """Return whether a copy holds a learner's answer to an exercise of these chapters."""
     return any(each.is_learners and each.exercise and each.exercise[:2] in chapters for each in owned(text))

@@ -1,4 +1,4 @@
-"""Which modules of a learner's library may lie over the course's: ranks look at each file before they import it.
+"""Modules of a learner's library that may replace the course's: ranks look at each file before they import it.
 
 A copy of a module, with a learner's answers in it, says in its first line which text it was made from; it replaces that
 text and no other. A module that an older course exported as a whole (its blocks have headings) replaces none. So what a
@@ -25,15 +25,15 @@ def headed(text: str, name: str, original: str) -> str:
 
 
 def is_copy(text: str) -> bool:
-    """Whether this is the text of a copy."""
+    """Return whether this is the text of a copy."""
     return HEADER.match(text) is not None
 
 
-def fits(own: Path, reference: Path) -> bool:
-    """Whether the learner's file may lie over the reference's; one that the reference has not is the learner's own."""
+def fits(overlay: Path, reference: Path) -> bool:
+    """Return whether the learner's file may replace the reference's. A file that the reference lacks may."""
     if not reference.is_file():
         return True
-    text, original = own.read_text(encoding="utf-8"), reference.read_text(encoding="utf-8")
+    text, original = overlay.read_text(encoding="utf-8"), reference.read_text(encoding="utf-8")
     if header := HEADER.match(text):
         return header["digest"] == digest(original)
     return not HEADING.search(text)

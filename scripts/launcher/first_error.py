@@ -1,4 +1,4 @@
-"""Which rank failed first, and where in the notebook: the one report of a launch that went wrong.
+"""Find the rank that failed first, and the cell: the one report of a launch that went wrong.
 
 A rank that raises leaves a report; a rank that was killed leaves none. When one rank fails, the others lose their
 connection to it and torchrun ends them, so most of what fails is a consequence. The cause is, in this order: the
@@ -19,7 +19,7 @@ MOST_CELLS = 6  # a recursion passes through the same ones a thousand times
 def deaths(failures: dict, reports: list[dict]) -> list[tuple[int, str]]:
     """Ranks that died of themselves without a report, and how. Those that torchrun ended (SIGTERM) are left out."""
     reported = {report["rank"] for report in reports}
-    found = []
+    raised_reports = []
     for rank, failure in sorted(failures.items()):
         if rank in reported or failure.exitcode == -signal.SIGTERM:
             continue
@@ -29,25 +29,25 @@ def deaths(failures: dict, reports: list[dict]) -> list[tuple[int, str]]:
             how = f"was killed by signal {-failure.exitcode} ({signal.Signals(-failure.exitcode).name})"
         if failure.exitcode == -signal.SIGKILL:
             how += "; a machine that runs out of memory does this"
-        found.append((rank, f"{process} {how}"))
-    return found
+        raised_reports.append((rank, f"{process} {how}"))
+    return raised_reports
 
 
 def cause(failures: dict, reports: list[dict]) -> str:
     """The text for a launch that failed. `failures`: torchrun's, by rank; `reports`: of this node, earliest first."""
     raised = [report for report in reports if not report["lost_peer"]]
-    here = {report["rank"] for report in raised}
-    elsewhere = [report["first"] for report in reports if report.get("first") and report["first"]["rank"] not in here]
+    local = {report["rank"] for report in raised}
+    elsewhere = [report["first"] for report in reports if report.get("first") and report["first"]["rank"] not in local]
     if raised and not elsewhere:
-        return told(raised[0])
+        return describe_report(raised[0])
     if died := deaths(failures, reports):
         return f"rank {died[0][0]}: {died[0][1]}"
     if elsewhere:
         return "rank {rank} on node {host} failed first: {headline} (that node tells more)".format(**elsewhere[0])
-    return told(reports[0]) if reports else "the ranks ended without saying why"
+    return describe_report(reports[0]) if reports else "the ranks ended without saying why"
 
 
-def told(report: dict, texts: dict[str, str] | None = None) -> str:
+def describe_report(report: dict, texts: dict[str, str] | None = None) -> str:
     """An error and the cells it passed through: the line that raised it, then the calls that led there. A ValueError
     that the library raises, for an option for instance, is told by its message alone, unless it passed through a cell.
 
@@ -84,12 +84,12 @@ def cell_of(file: str, line: int, texts: dict[str, str]) -> str | None:
     if not in_library(file):
         return None
     try:
-        place = locate(Path(file), line, texts.get(file))
+        location = locate(Path(file), line, texts.get(file))
     except (OSError, ValueError):  # a module without its notebook
         return None
-    if place is None:
+    if location is None:
         return None
-    notebook, number, cell_id, cell_line = place
+    notebook, number, cell_id, cell_line = location
     return f"{shown(notebook)}, cell {number} ({cell_id}), line {cell_line}"
 
 

@@ -1,4 +1,4 @@
-"""What the nodes of one job tell one another: the first error, in the store that torchrun keeps for the job.
+"""Messages between the nodes of one job: the first error, in the store that torchrun keeps for the job.
 
 torchrun ends the ranks of the node where one failed. Ranks on other nodes would wait for it until their group's
 timeout, and their launchers would report a lost connection. So the first rank that fails puts its error into the store,
@@ -16,7 +16,7 @@ NAMES = "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTA
 
 
 def job_here() -> dict[str, str]:
-    """What torchrun tells a rank about its job; without torchrun, nothing."""
+    """Return what torchrun tells a rank about its job; empty without torchrun."""
     return {name: os.environ[name] for name in NAMES if name in os.environ}
 
 

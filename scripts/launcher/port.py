@@ -1,4 +1,4 @@
-"""Whether the port that the user names for the rendezvous can be had, or is held by this very job's rendezvous."""
+"""Check that the rendezvous port is free, or is held by the rendezvous of this same job."""
 
 import argparse
 import contextlib
@@ -47,7 +47,7 @@ def endpoint(args: argparse.Namespace) -> tuple[str, int]:
 
 
 def is_this_machine(host: str) -> bool:
-    """Whether `host` names an address of this machine: no other address can be bound."""
+    """Return whether `host` names an address of this machine: no other address can be bound."""
     with contextlib.suppress(OSError):
         for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
@@ -63,8 +63,8 @@ def held(port: int) -> str | None:
     """
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
-    for look in range(LOOKS):
-        time.sleep(LOOK_S if look else 0)
+    for probe in range(LOOKS):
+        time.sleep(LOOK_S if probe else 0)
         try:
             socket.create_server(("", port), family=family, dualstack_ipv6=both).close()
             return None
@@ -75,9 +75,12 @@ def held(port: int) -> str | None:
 
 
 def meets_here(host: str, port: int, rendezvous_id: str) -> bool:
-    """Whether torchrun's store answers at this port and holds the rendezvous of this id."""
+    """Return whether torchrun's store answers at this port and holds the rendezvous of this id."""
     command, null = [sys.executable, "-c", HANDSHAKE, host, str(port), rendezvous_id], subprocess.DEVNULL
     try:
-        return subprocess.run(command, stdin=null, stdout=null, stderr=null, timeout=HANDSHAKE_S).returncode == 0
+        return (
+            subprocess.run(command, check=False, stdin=null, stdout=null, stderr=null, timeout=HANDSHAKE_S).returncode
+            == 0
+        )
     except subprocess.TimeoutExpired:
         return False

@@ -37,7 +37,7 @@ WORKBOOK = ROOT / "workbook"
 
 
 class LaunchError(ValueError):
-    """What keeps a launch from starting; its message is one line for the user."""
+    """An error that keeps a launch from starting; its message is one line for the user."""
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Program:
     module: str  # the one whose main is started
     library: Path  # the folder that its modules go to
     texts: dict[str, str]  # what they shall hold; without export, what they do hold
-    own: list[str]  # the exercises whose answers are the learner's
+    answered: list[str]  # the exercises whose answers are the learner's
     taken: list[str]  # those that are still blank: exercises, or "all of 05"
     refused: dict[str, str]  # exercises that are the reference's as well: why
     reference_modules: list[str]  # not to be taken from the learner
@@ -81,7 +81,7 @@ def read_program(argument: str, chapters: list[str], export: bool, unchecked: bo
                 f"{option} is for a notebook of workbook/: one of notebooks/ has nothing but the reference"
             )
     for each in chapters:
-        if not any(is_of(found, [each]) for found in NOTEBOOKS.glob("*.ipynb")):
+        if not any(is_of(notebook, [each]) for notebook in NOTEBOOKS.glob("*.ipynb")):
             raise LaunchError(f"--reference {each}: no such chapter; it takes two digits, as in --reference 05")
     path = Path(os.path.relpath(folder / name))
     library = LIBRARY if folder == NOTEBOOKS else WORKBOOK / LIBRARY.name
@@ -93,9 +93,9 @@ def read_program(argument: str, chapters: list[str], export: bool, unchecked: bo
         texts = spliced_modules(notebook, path) if folder == NOTEBOOKS else learners_texts(answers, path, chapters)
     if not defines_main(texts.get(module) or library_text(module)):
         raise LaunchError(f"{path}: its module '{module}' has no function main: nothing to start")
-    own = sorted(answers.taken, key=place)
+    answered = sorted(answers.taken, key=course_position)
     not_taken = passed_over(library, chapters, texts if export else None)
-    return Program(path, notebook, module, library, texts, own, answers.blank, answers.refused, not_taken)
+    return Program(path, notebook, module, library, texts, answered, answers.blank, answers.refused, not_taken)
 
 
 def spliced_modules(notebook: dict, path: Path) -> dict[str, str]:
@@ -117,12 +117,14 @@ def passed_over(library: Path, chapters: list[str], texts: dict[str, str] | None
     """
     if library == LIBRARY:
         return []
-    there, named = copies(library).items(), [each[:2] for each in chapters]
-    return [name for name, text in there if (name not in texts if texts is not None else has_answer_of(text, named))]
+    text_there, named = copies(library).items(), [each[:2] for each in chapters]
+    return [
+        name for name, text in text_there if (name not in texts if texts is not None else has_answer_of(text, named))
+    ]
 
 
 def library_text(module: str) -> str:
-    """What the reference's library holds of a module, "" if it has none."""
+    """Return the text of a module in the reference library, "" if it has none."""
     file = module_file(LIBRARY, module)
     return file.read_text(encoding="utf-8") if file.is_file() else ""
 
@@ -131,8 +133,8 @@ def learners_texts(answers: Answers, path: Path, chapters: list[str]) -> dict[st
     """Add to `answers` those of a learner's notebook and of the notebooks before it that the course has, without the
     named chapters; returns the modules that hold them.
     """
-    earlier = [found for found in sorted(WORKBOOK.glob("*.ipynb")) if found.name < path.name]
-    earlier = [Path(os.path.relpath(found)) for found in earlier if (NOTEBOOKS / found.name).exists()]
+    earlier = [notebook for notebook in sorted(WORKBOOK.glob("*.ipynb")) if notebook.name < path.name]
+    earlier = [Path(os.path.relpath(notebook)) for notebook in earlier if (NOTEBOOKS / notebook.name).exists()]
     for each in [*earlier, path]:
         if is_of(each, chapters):
             continue
@@ -153,33 +155,33 @@ def check_shape(notebook: dict, path: Path) -> None:
 
 
 def defines_main(text: str) -> bool:
-    """Whether a module's text defines a function `main`; it is not run for that."""
+    """Return whether a module's text defines a function `main`, without running it."""
     with contextlib.suppress(SyntaxError):  # possible without export alone, and told when it is imported
         return any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in ast.parse(text).body)
     return True
 
 
 def is_of(path: Path, chapters: list[str]) -> bool:
-    """Whether a notebook is one of `chapters`: "10" names both of its parts, 10_… and 10b_…, "10b" the second."""
+    """Return whether a notebook is one of `chapters`: "10" names both parts, 10_… and 10b_…, "10b" the second."""
     return chapter(path) in chapters or chapter(path)[:2] in chapters
 
 
-def place(name: str) -> tuple[str, int]:
-    """Where a chapter, "05", or an exercise, "04.10", stands in the course."""
+def course_position(name: str) -> tuple[str, int]:
+    """Return the position of a chapter, "05", or an exercise, "04.10", in the course."""
     start, _, number = name.partition(".")
     return start, int(number or 0)
 
 
 def parse(parser: Callable, words: object, who: object) -> object:
     """Call a parser of options; what it has against them, argparse's usage text included, becomes one line."""
-    said = io.StringIO()
+    output = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(output):
             return parser(words)
     except SystemExit as stop:
         if not stop.code:
             raise
-        text = said.getvalue().split("error: ")[-1] or str(stop.code)
+        text = output.getvalue().split("error: ")[-1] or str(stop.code)
         raise LaunchError(f"{who}: {' '.join(text.split())}") from None
     except Exception as error:
         raise LaunchError(f"{who}: {type(error).__name__}: {' '.join(str(error).split())}") from None

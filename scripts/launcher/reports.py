@@ -1,4 +1,4 @@
-"""What a rank that failed writes down: the error, its call stack, and the time by the rank's own nanosecond clock."""
+"""The report of a failed rank: the error, its call stack, and the time by the rank's nanosecond clock."""
 
 import json
 import os
@@ -14,7 +14,7 @@ LOST_PEER = re.compile(
 
 
 def lost_peer(error: BaseException | None) -> bool:
-    """Whether `error`, or one that led to it, only says that another rank went away."""
+    """Return whether `error`, or an error that caused it, only says that another rank went away."""
     while error is not None:
         if isinstance(error, RuntimeError) and LOST_PEER.search(str(error)):
             return True
@@ -38,7 +38,7 @@ def describe(error: BaseException) -> dict:
         "message": {"message": headline, "extraInfo": details},
         "headline": headline,
         "time_ns": now,
-        "rank": int(os.environ.get("RANK", 0)),
+        "rank": int(os.environ.get("RANK", "0")),
         "host": socket.gethostname(),
         "lost_peer": lost_peer(error),
         "refusal": isinstance(error, ValueError) and bool(frames) and frames[-1][2].startswith("raise "),
@@ -57,6 +57,6 @@ def write_report(report: dict, folder: Path | None) -> None:
 
 
 def read_reports(folder: Path) -> list[dict]:
-    """What the ranks of this node wrote, earliest first by their own clocks."""
+    """Return the reports of the ranks of this node, earliest first by their own clocks."""
     reports = [json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("*.json")]
     return sorted(reports, key=lambda report: report["time_ns"])

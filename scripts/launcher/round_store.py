@@ -1,4 +1,4 @@
-"""Where the ranks of one round meet: a part of torchrun's store that no round before has used.
+"""The meeting point of the ranks of one round: a prefix of torchrun's store that no earlier round has used.
 
 torchrun keeps one store for a whole job. A restart, or a node that comes or goes, begins a new round with new ranks; in
 torch 2.13 these then find, under the same keys, the addresses of the ranks before them, which no longer answer. The

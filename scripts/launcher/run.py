@@ -89,20 +89,22 @@ def watched(command: list[str], reports: Path) -> int:
         torchrun(args)
         return 0
     except ChildFailedError as error:
-        found = read_reports(reports)
-        say_at_last(cause(error.failures, found))
-        tell_other_nodes(reports, deaths(error.failures, found))
+        failures = read_reports(reports)
+        say_at_last(cause(error.failures, failures))
+        tell_other_nodes(reports, deaths(error.failures, failures))
         return 1
     except SignalException as error:
         return stopped(signal.SIGINT if error is interrupted else error.sigval)
     except Exception as error:  # the rendezvous: no other node came, or the one that kept it has gone
-        found = read_reports(reports)
-        say_at_last(cause({}, found) if found else f"torchrun: {type(error).__name__}: {str(error).splitlines()[0]}")
+        failures = read_reports(reports)
+        say_at_last(
+            cause({}, failures) if failures else f"torchrun: {type(error).__name__}: {str(error).splitlines()[0]}"
+        )
         return 1
 
 
 def can_fork(folder: Path) -> bool:
-    """Whether ranks may be forks: neither a GPU's driver nor Apple's frameworks outlive that. And the server's socket
+    """Tell if ranks may be forks: neither a GPU's driver nor Apple's frameworks outlive that. And the server's socket
     has to find room in the folder: the path of one has 108 characters at most, of which its name takes 18.
     """
     return sys.platform == "linux" and not gpu_count() and len(str(folder)) < 90
@@ -180,7 +182,7 @@ def tell_other_nodes(reports: Path, died: list[tuple[int, str]]) -> None:
 
 
 def rank_marks(reports: Path) -> list[dict]:
-    """What each rank wrote when it started, of those that did not come to their end."""
+    """Return the start records of the ranks that did not finish."""
     marks = []
     for file in reports.glob("*.rank"):
         with contextlib.suppress(ValueError):  # killed while it wrote

@@ -64,14 +64,14 @@ def script(wanted: dict[str, str], name: str, launcher: list[str], options: list
     """The sbatch script. `launcher`: python, the launcher and the notebook; `options`: the user's own; `restarts`:
     whether the job is to start anew after the death of a node.
     """
-    more = [f"--time={wanted['time']}"] if "time" in wanted else []
-    more += ["--requeue", "--open-mode=append"] if restarts else []
+    extra = [f"--time={wanted['time']}"] if "time" in wanted else []
+    extra += ["--requeue", "--open-mode=append"] if restarts else []
     return SCRIPT.format(
         name=name,
         nodes=wanted["nodes"],
         gpus=wanted["gpus"],
         cores=int(wanted["gpus"]) * int(wanted.get("cpus", CPUS)),
-        more="".join(f"#SBATCH {option}\n" for option in more),
+        extra="".join(f"#SBATCH {option}\n" for option in extra),
         launcher=shlex.join(launcher),
         options=" \\\n    " + shlex.join(options) if options else "",
     )
@@ -88,7 +88,7 @@ def submit(text: str, name: str) -> int:
     if not shutil.which("sbatch"):
         print(f"{file} is written; this machine has no sbatch: submit it where there is one, by 'sbatch {file}'")
         return 0
-    done = subprocess.run(["sbatch", str(file)], capture_output=True, text=True)
+    done = subprocess.run(["sbatch", str(file)], check=False, capture_output=True, text=True)
     if done.returncode and any(words in done.stderr for words in NOT_SET_UP):
         print(f"{file} is written; this machine's sbatch is not set up: submit it where it is, by 'sbatch {file}'")
         return 0

@@ -43,13 +43,13 @@ def split_notebook(words: list[str]) -> tuple[str, list[str]]:
 def given(options: list[str]) -> set[str]:
     """The names of the options that the user gave, on the command line or in torchrun's PET_ environment variables."""
     names = set(vars(arguments([]))) - {"training_script", "training_script_args"}
-    found = vars(arguments(options, argparse.Namespace(**dict.fromkeys(names))))
-    return {name for name in names if found[name] is not None or f"PET_{name.upper()}" in os.environ}
+    parsed = vars(arguments(options, argparse.Namespace(**dict.fromkeys(names))))
+    return {name for name in names if parsed[name] is not None or f"PET_{name.upper()}" in os.environ}
 
 
-def complete_options(options: list[str], processes: str, own_processes: object) -> list[str]:
+def complete_options(options: list[str], processes: str, local_processes: object) -> list[str]:
     """The options to start torchrun with. `processes`: as on the command line; `own_processes`: as in the notebook."""
-    count = process_count(processes, own_processes, gpu_count())
+    count = process_count(processes, local_processes, gpu_count())
     if count > 1:
         os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(count)))
     options = [*rendezvous_options(options), "--nproc-per-node", str(count), *options]
@@ -62,14 +62,14 @@ def complete_options(options: list[str], processes: str, own_processes: object) 
     return options
 
 
-def process_count(asked: str, own: object, gpus: int) -> int:
+def process_count(asked: str, from_notebook: object, gpus: int) -> int:
     """Processes on this machine. `own`: the notebook's own number, if any; `gpus`: those that NCCL would use."""
     from torch.distributed.run import determine_local_world_size
 
     if asked == "auto":
-        if own is not None and not isinstance(own, int):
-            raise LaunchError(f"the notebook's metadata, course.nproc_per_node, say {own!r}: not a number")
-        asked = str(own if own is not None else gpus or 2)
+        if from_notebook is not None and not isinstance(from_notebook, int):
+            raise LaunchError(f"the notebook's metadata, course.nproc_per_node, say {from_notebook!r}: not a number")
+        asked = str(from_notebook if from_notebook is not None else gpus or 2)
     try:
         count = determine_local_world_size(asked)
     except ValueError:
@@ -106,7 +106,7 @@ def node_range(nnodes: str) -> tuple[int, int]:
 
 
 def rendezvous_options(options: list[str]) -> list[str]:
-    """What to add: a rendezvous of its own on a free port for one node, c10d where the user names an endpoint."""
+    """Return the options to add: a local rendezvous on a free port for one node, c10d if the user names an endpoint."""
     read, named = arguments(options), given(options)
     if "standalone" in named:
         return []

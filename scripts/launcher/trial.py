@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 
 from export import LIBRARY, imported_as, module_file
-from launcher.first_error import told
+from launcher.first_error import describe_report
 from launcher.program import Program, parse
 from launcher.reports import describe
 from rank_entry import open_library
@@ -73,7 +73,7 @@ def try_options(program: Program, options: list[str]) -> str | None:
                 module = importlib.import_module(f"{LIBRARY.name}.{program.module}")
         except (Exception, SystemExit) as error:
             texts = {str(module_file(program.library, name)): text for name, text in program.texts.items()}
-            return told(describe(error) | {"rank": None}, texts)
+            return describe_report(describe(error) | {"rank": None}, texts)
         sys.argv = [f"{program.path.name} --", *options]  # the name in its help
         if hasattr(module, "options"):
             parse(module.options, options, program.path)

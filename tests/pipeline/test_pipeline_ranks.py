@@ -21,7 +21,7 @@ from course_lib.pipeline import tied_weights
 from course_lib.pipeline.actions import validate
 from course_lib.pipeline.norm import clip_grad_norm_, gradients_of
 from course_lib.pipeline.program import main, options
-from course_lib.pipeline.runner import PipelineRunner, pipeline_ratio
+from course_lib.pipeline.runner import PipelineRunner, Step, pipeline_ratio
 from course_lib.pipeline.schedules import (
     SCHEDULES,
     dualpipe,
@@ -111,10 +111,14 @@ class Notes(PipelineRunner):
         super().__init__(*args, **kwargs)
         self.ran, self.held = [], 0
 
-    def run(self, action) -> None:
-        super().run(action)
+    def run(self, action, step) -> None:
+        super().run(action, step)
         self.ran.append(action)
-        self.held = max(self.held, len(self.passes))
+        self.held, self.last_step = max(self.held, len(step.passes)), step
+
+
+def left_in(step: Step) -> list:
+    return [*step.passes, *step.p2p.incoming, *step.p2p.outgoing]
 
 
 def own_stages(stages: list, schedule, group) -> dict[int, nn.Module]:
@@ -179,7 +183,7 @@ def pipelines_differ(ways: list[tuple], of_all_expected: list[dict]) -> list[dic
         wrong = not_as(found, expected) + drifted(runner)
         wrong += ["another order"] * (runner.ran != STEPS * actions)
         wrong += [f"holds {runner.held}"] * (runner.held != validate(schedule)[group.rank()])
-        wrong += ["something is left"] * bool(runner.passes or runner.p2p.arriving or runner.p2p.leaving)
+        wrong += ["something is left"] * bool(left_in(runner.last_step))
         missing = {"weight head.weight"} if tied else set()  # in a state_dict by both names
         of_all.append({"wrong": wrong, "names": sorted(found), "all": sorted(expected.keys() - missing)})
     return of_all
@@ -234,9 +238,9 @@ class Watched(PipelineRunner):
 
     keep = 0
 
-    def run(self, action):
-        super().run(action)
-        self.keep += sum(done.out is not None for done in self.passes.values())
+    def run(self, action, step):
+        super().run(action, step)
+        self.keep += sum(done.out is not None for done in step.passes.values())
 
 
 def sent(names: list[str]) -> dict[str, list]:
@@ -675,8 +679,8 @@ def test_mistakes_are_told_in_one_line(ranks):
             "missing": f"ValueError: rank {rank} of the pipeline has no stage {rank}: it has [5]",
             "too few": f"ValueError: rank {rank} of the pipeline has no stage {rank}: it has {list(range(rank))}",
             "meta": f"ValueError: stage {rank} is on the meta device: materialize the stages that this rank has",
-            "batch": "ValueError: a batch of 6 sequences can't be cut into 4 equal micro-batches",
-            "targets": "ValueError: a batch of 5 sequences can't be cut into 4 equal micro-batches",
+            "batch": "ValueError: a batch of 6 sequences does not divide into 4 equal micro-batches",
+            "targets": "ValueError: a batch of 5 sequences does not divide into 4 equal micro-batches",
             "no gradients": "RuntimeError: a step makes gradients: call it outside of torch.no_grad()",
             "replaced": "RuntimeError: weights have been replaced (assign=True, materialize): make the PipelineRunner "
             "afterwards",

@@ -8,7 +8,7 @@ import pytest
 
 from course_lib.pipeline.actions import validate
 from course_lib.pipeline.schedules import Action, one_f_one_b, zero_bubble_h1, zero_bubble_h2
-from course_lib.pipeline.search import SMALL, exact, search
+from course_lib.pipeline.search import SMALL, exact_search, search
 from course_lib.pipeline.simulation import simulate
 
 
@@ -125,10 +125,10 @@ def test_micro_batches_in_another_order_are_no_better():
 
 def test_the_exact_search_says_where_there_is_nothing_better():
     times = {"F": [1, 1], "I": [1, 1], "W": [1, 1]}
-    best = exact(2, 3, times, 0, 2, bound=float("inf"))
+    best = exact_search(2, 3, times, 0, 2, bound=float("inf"))
     cost = simulate(best, *times.values()).cost
-    assert exact(2, 3, times, 0, 2, bound=cost) is None
-    assert simulate(exact(2, 3, times, 0, 2, bound=cost + 1), *times.values()).cost == cost
+    assert exact_search(2, 3, times, 0, 2, bound=cost) is None
+    assert simulate(exact_search(2, 3, times, 0, 2, bound=cost + 1), *times.values()).cost == cost
 
 
 def test_times_may_be_fractions_and_numbers_for_all_ranks():
@@ -145,8 +145,8 @@ def test_one_rank_has_no_bubble():
 
 def test_impossible_sizes_are_refused():
     for live in (0, -1):
-        with pytest.raises(ValueError, match=f"live = {live}: a rank holds 1 micro-batch or more"):
+        with pytest.raises(ValueError, match=f"live = {live}: a rank must be able to hold 1 micro-batch"):
             search(2, 4, live=live)
     for p, m in ((0, 4), (4, 0)):
-        with pytest.raises(ValueError, match=f"p = {p}, m = {m}, v = 1: there are 1 or more"):
+        with pytest.raises(ValueError, match=f"p = {p}, m = {m}, v = 1: ranks, micro-batches"):
             search(p, m)

@@ -304,7 +304,7 @@ def test_the_wrong_number_of_micro_batches_is_refused():
 @pytest.mark.parametrize("make", [*ONE_STAGE.values(), zero_bubble_v, dualpipe, lambda p, m: interleaved(p, m, 2)])
 def test_sizes_below_one_are_refused(make):
     for p, m in ((0, 4), (2, 0), (-1, 2), (2, -2)):
-        with pytest.raises(ValueError, match=f"p = {p}, m = {m}, v = [12]: there are 1 or more"):
+        with pytest.raises(ValueError, match=f"p = {p}, m = {m}, v = [12]: ranks, micro-batches"):
             make(p, m)
 
 
@@ -316,7 +316,7 @@ def test_conditions_are_named():
         interleaved(4, 6, 2)
     with pytest.raises(ValueError, match="a run has p = 4 micro-batches or more and divides m = 8, and is 2"):
         interleaved(4, 8, 2, run=2)
-    with pytest.raises(ValueError, match="v = 0: there are 1 or more"):
+    with pytest.raises(ValueError, match="v = 0: ranks, micro-batches"):
         interleaved(4, 8, 0)
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import gc
+import warnings
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from course_lib.expert_parallel.mixture import apply_moe
 from course_lib.expert_parallel.router import routers_of, take_counts
+from course_lib.pipeline import deferred_grads
 from course_lib.pipeline.split_backward import SplitPass
 from course_lib.pipeline.stages import StagePass, split_stages
 from course_lib.recompute.modes import apply_recompute, keep_matmuls
@@ -304,7 +306,7 @@ def test_hooks_of_weights_fire_once_and_after_w_alone(name):
 
 
 def test_the_stage_has_its_own_weights_all_the_time():
-    """Stand-ins are there in forward alone, also where it fails; a replay in I does not see them either."""
+    """Proxies are there in forward alone, also where it fails; a replay in I does not see them either."""
     part = Part("full")
     before = {name: id(p) for name, p in part.stage.named_parameters()}
     seen = []
@@ -333,6 +335,48 @@ def test_a_recomputed_forward_is_replayed_once(name, runs):
     assert len(calls) == 2 * runs
     done.weight_gradients()
     assert len(calls) == 2 * runs
+
+
+# Where a replaced `apply` is not called.
+
+
+def unsplit(name: str) -> list[str]:
+    """The messages of the warnings of I. Asserts that the gradients are those of B, and come in W alone."""
+    part, reference = Part(name), Part(name)
+    reference.forward(StagePass).backward(reference.gradient)
+    done = part.forward(SplitPass)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        grad_x = done.input_gradient(part.gradient)
+    assert part.gradients() == {} and done.deferred == []
+    done.weight_gradients()
+    wanted = reference.gradients()
+    assert part.gradients().keys() == wanted.keys()
+    assert all(torch.equal(gradient, wanted[key]) for key, gradient in part.gradients().items())
+    assert grad_x is None or grad_x.shape == part.x.shape
+    return [str(each.message) for each in caught if "I computes the weights' gradients too" in str(each.message)]
+
+
+@pytest.mark.parametrize(
+    "name", ["a stage in the middle", "tied in one stage", "experts", "full", "with the embedding"]
+)
+def test_on_a_pytorch_that_does_not_call_a_replaced_apply_backward_is_one_piece(name, monkeypatch):
+    monkeypatch.setattr(deferred_grads, "autograd_calls_replaced_apply", lambda: False)
+    (line,) = unsplit(name)
+    assert line.startswith(f"PyTorch {torch.__version__} does not call")
+
+
+def test_under_compiled_autograd_backward_is_one_piece():
+    from torch._dynamo import compiled_autograd
+
+    with compiled_autograd._enable(lambda graph: graph):
+        (line,) = unsplit("a stage in the middle")
+    assert line.startswith("compiled autograd is on")
+    assert deferred_grads.can_defer()
+
+
+def test_this_pytorch_calls_a_replaced_apply():
+    assert deferred_grads.autograd_calls_replaced_apply.__wrapped__()
 
 
 # Memory.

@@ -41,7 +41,7 @@ def test_too_many_stages_and_none_are_refused():
     with pytest.raises(ValueError, match="do not fill 12 stages"):
         split_stages(Transformer(OF), 4, 3)
     for p, v in ((0, 1), (2, 0), (-2, -1)):
-        with pytest.raises(ValueError, match=f"p = {p}, v = {v}: there are 1 or more"):
+        with pytest.raises(ValueError, match=f"p = {p}, v = {v}: ranks and stages per rank must be 1 or more"):
             split_stages(Transformer(OF), p, v)
 
 

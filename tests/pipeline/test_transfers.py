@@ -22,7 +22,14 @@ from course_lib.pipeline.schedules import (
     zero_bubble_h2,
     zero_bubble_v,
 )
-from course_lib.pipeline.transfers import MAX_SENDS_IN_FLIGHT, P2PBuffers, Transfer, find_transfers, plan_send_recv
+from course_lib.pipeline.transfers import (
+    MAX_SENDS_IN_FLIGHT,
+    P2PBuffers,
+    StageInput,
+    Transfer,
+    find_transfers,
+    plan_send_recv,
+)
 
 
 def by_hand(p: int, m: int) -> dict:
@@ -246,8 +253,8 @@ def delivered(schedule) -> tuple[list[str], int]:
     """On a rank: what arrives as something else than what was sent, by a P2PBuffers; and how much is left in it."""
     group = dist.group.WORLD
     stages = 1 + max(action.stage for actions in schedule for action in actions)
-    shapes = [((2, 3 + stage), torch.float32 if stage % 2 else torch.bfloat16) for stage in range(stages)]
-    mail = P2PBuffers(plan_send_recv(schedule, group.rank()), group, shapes, torch.device("cpu"))
+    shapes = [StageInput((2, 3 + stage), torch.float32 if stage % 2 else torch.bfloat16) for stage in range(stages)]
+    p2p = P2PBuffers(plan_send_recv(schedule, group.rank()), group, shapes, torch.device("cpu"))
     wrong = []
 
     def made(kind: str, stage: int, i: int) -> torch.Tensor:
@@ -255,20 +262,20 @@ def delivered(schedule) -> tuple[list[str], int]:
         return torch.full(shape, 10.0 * stage + i + (kind == "B") / 2, dtype=dtype).t().contiguous().t()  # in any order
 
     for place, (kind, stage, i) in enumerate(schedule[group.rank()]):
-        mail.start(place)
-        wrong += [f"{len(mail.sent)} sends under way"] * (len(mail.sent) > MAX_SENDS_IN_FLIGHT)
+        p2p.start(place)
+        wrong += [f"{len(p2p.in_flight)} sends under way"] * (len(p2p.in_flight) > MAX_SENDS_IN_FLIGHT)
         if kind == "W":
             continue
         way = "F" if kind == "F" else "B"
         if (stage > 0) if way == "F" else (stage < stages - 1):
-            came = mail.wait_recv(way, stage, i)
+            came = p2p.wait_recv(way, stage, i)
             same = came.dtype == made(way, stage, i).dtype and torch.equal(came, made(way, stage, i))
             wrong += [f"{way} {stage} {i}"] * (not same)
         if (stage < stages - 1) if way == "F" else (stage > 0):
-            mail.post_send(way, stage + (1 if way == "F" else -1), i, made(way, stage + (1 if way == "F" else -1), i))
-    mail.start(len(schedule[group.rank()]))
-    mail.wait_for_sends(0)
-    return wrong, len(mail.sent) + len(mail.arriving) + len(mail.leaving)
+            p2p.post_send(way, stage + (1 if way == "F" else -1), i, made(way, stage + (1 if way == "F" else -1), i))
+    p2p.start(len(schedule[group.rank()]))
+    p2p.wait_for_sends(0)
+    return wrong, len(p2p.in_flight) + len(p2p.incoming) + len(p2p.outgoing)
 
 
 def test_everything_arrives(ranks):

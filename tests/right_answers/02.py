@@ -3,11 +3,11 @@
 # %% 02.1 flat, leaf by leaf
 def detached(arguments):
     leaves, spec = tree_flatten(arguments)
-    for place, leaf in enumerate(leaves):
+    for index, leaf in enumerate(leaves):
         if torch.is_tensor(leaf):
             cut = leaf.detach()
             cut.requires_grad = leaf.requires_grad
-            leaves[place] = cut
+            leaves[index] = cut
     return tree_unflatten(leaves, spec)
 
 # %% 02.2 two lists
@@ -15,16 +15,16 @@ class Recompute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, function, spec, *leaves):
         ctx.function, ctx.spec, ctx.state = function, spec, random_state(leaves)
-        ctx.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        ctx.others = [None if i in ctx.places else leaf for i, leaf in enumerate(leaves)]
-        ctx.save_for_backward(*(leaves[i] for i in ctx.places))
+        ctx.indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        ctx.others = [None if i in ctx.indices else leaf for i, leaf in enumerate(leaves)]
+        ctx.save_for_backward(*(leaves[i] for i in ctx.indices))
         return function(*tree_unflatten(leaves, spec))  # autograd is off in here: no graph, nothing kept
 
     @staticmethod
     def backward(ctx, *gradients):
         leaves = list(ctx.others)
-        for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
-            leaves[place] = tensor
+        for index, tensor in zip(ctx.indices, ctx.saved_tensors, strict=True):
+            leaves[index] = tensor
         again = detached(leaves)
         with torch.enable_grad():
             with replayed(ctx.state):
@@ -36,8 +36,8 @@ class Recompute(torch.autograd.Function):
                 of_tensors.append(gradient)
         torch.autograd.backward(tensors, of_tensors)
         found = [None] * len(again)
-        for place in ctx.places:
-            found[place] = again[place].grad
+        for index in ctx.indices:
+            found[index] = again[index].grad
         return (None, None, *found)
 
 # %% 02.3 puts the generators back by itself

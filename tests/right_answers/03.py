@@ -6,7 +6,7 @@ def every_collective(group) -> dict:
     whole = torch.arange(1.0, 6.0) if rank == 0 else torch.zeros(5)  # to broadcast
     to_reduce, to_all_reduce = torch.full((3,), rank + 1.0), torch.full((3,), rank + 1.0)
     mine = torch.full((2,), rank + 1.0)  # to gather and to all_gather
-    pieces = [torch.full((2,), 10.0 * (r + 1)) for r in range(n)] if rank == 0 else None  # to scatter
+    shards = [torch.full((2,), 10.0 * (r + 1)) for r in range(n)] if rank == 0 else None  # to scatter
     powers = [((rank + 1) * torch.tensor([1.0, 2.0])) ** (j + 1) for j in range(n)]  # to reduce_scatter
     results = {"gather": None, "all_gather": list(torch.zeros(n, 2).unbind())}
     results["scatter"], results["reduce_scatter"] = torch.zeros_like(mine), torch.zeros_like(mine)
@@ -17,7 +17,7 @@ def every_collective(group) -> dict:
     if rank == 0:
         results["gather"] = [torch.zeros_like(mine) for _ in range(n)]
     dist.gather(mine, gather_list=results["gather"], group_dst=0, group=group)
-    dist.scatter(results["scatter"], scatter_list=pieces, group_src=0, group=group)
+    dist.scatter(results["scatter"], scatter_list=shards, group_src=0, group=group)
     dist.reduce_scatter(results["reduce_scatter"], powers, group=group)
     return results | {"broadcast": whole, "reduce": to_reduce, "all_reduce": to_all_reduce}
 
@@ -38,28 +38,28 @@ def tree_broadcast(tensor: torch.Tensor, src: int = 0, group=None) -> None:
             dist.send(tensor, group_dst=(rank + bit) % n, group=group)
         bit >>= 1
 
-# %% 03.4 the number of the piece goes down by one
+# %% 03.4 the number of the shard goes down by one
 def ring_reduce_scatter(tensor: torch.Tensor, group=None) -> torch.Tensor:
     rank, n = dist.get_rank(group), dist.get_world_size(group)
-    pieces = tensor.view(-1).tensor_split(n)
-    memory = tensor.new_empty(max(piece.numel() for piece in pieces))
+    shards = tensor.view(-1).tensor_split(n)
+    memory = tensor.new_empty(max(shard.numel() for shard in shards))
     number = rank - 1
     for _ in range(1, n):
-        following = pieces[(number - 1) % n]
+        following = shards[(number - 1) % n]
         theirs = memory.narrow(0, 0, following.numel())
-        exchange(pieces[number % n], theirs, group)
+        exchange(shards[number % n], theirs, group)
         following += theirs
         number -= 1
-    return pieces[rank]
+    return shards[rank]
 
 # %% 03.5 passes on what has just come
 def ring_all_gather(tensor: torch.Tensor, group=None) -> None:
     rank, n = dist.get_rank(group), dist.get_world_size(group)
-    pieces = tensor.view(-1).tensor_split(n)
-    latest = pieces[rank]
+    shards = tensor.view(-1).tensor_split(n)
+    latest = shards[rank]
     for place in range(rank - 1, rank - n, -1):
-        exchange(latest, pieces[place % n], group)
-        latest = pieces[place % n]
+        exchange(latest, shards[place % n], group)
+        latest = shards[place % n]
 
 # %% 03.6 by offsets
 def ring_all_reduce(tensor: torch.Tensor, group=None) -> None:
@@ -129,14 +129,14 @@ def every_collective(group) -> dict:
     whole = torch.arange(1.0, 6.0) if rank == 0 else torch.zeros(5)
     first, summed, mine = torch.full((3,), rank + 1.0), torch.full((3,), rank + 1.0), torch.full((2,), rank + 1.0)
     collected, everyone = [torch.empty(2) for _ in range(n)], [torch.empty(2) for _ in range(n)]
-    piece, own = torch.empty(2), torch.empty(2)
+    shard, own = torch.empty(2), torch.empty(2)
     dist.broadcast(whole, group_src=0, group=group)
     dist.reduce(first, group_dst=0, group=group)
     dist.all_reduce(summed, group=group)
     dist.gather(mine, collected if rank == 0 else None, group_dst=0, group=group)
     dist.all_gather(everyone, mine, group=group)
-    pieces = [torch.full((2,), 10.0 * (r + 1)) for r in range(n)]
-    dist.scatter(piece, pieces if rank == 0 else None, group_src=0, group=group)
+    shards = [torch.full((2,), 10.0 * (r + 1)) for r in range(n)]
+    dist.scatter(shard, shards if rank == 0 else None, group_src=0, group=group)
     dist.reduce_scatter(own, [((rank + 1) * torch.tensor([1.0, 2.0])) ** (j + 1) for j in range(n)], group=group)
     return {
         "broadcast": whole,
@@ -144,7 +144,7 @@ def every_collective(group) -> dict:
         "all_reduce": summed,
         "gather": tuple(collected) if rank == 0 else None,
         "all_gather": tuple(everyone),
-        "scatter": piece,
+        "scatter": shard,
         "reduce_scatter": own,
     }
 

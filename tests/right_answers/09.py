@@ -19,7 +19,7 @@ def split_layers(layers: int, stages: int) -> list[range]:
 # %% 09.2 a new object for each stage
 def split_stages(model: nn.Module, p: int, v: int = 1) -> list[nn.Module]:
     if p < 1 or v < 1:
-        raise ValueError(f"p = {p}, v = {v}: there are 1 or more ranks, with 1 or more stages each")
+        raise ValueError(f"p = {p}, v = {v}: ranks and stages per rank must be 1 or more")
     count = p * v
     parts = split_layers(len(model.blocks), count)
     tied = model.head.weight is model.embedding.weight
@@ -43,11 +43,11 @@ def split_stages(model: nn.Module, p: int, v: int = 1) -> list[nn.Module]:
     return stages
 
 # %% 09.3 by the type of x
-def __init__(self: StagePass, stage: nn.Module, x: torch.Tensor, finish, *more):
+def __init__(self: StagePass, stage: nn.Module, x: torch.Tensor, output_fn: Callable, *args):
     self.x = x.detach()
     if self.x.is_floating_point():
         self.x.requires_grad = True
-    result = finish(self.run(stage, *more))
+    result = output_fn(self.run(stage, *args))
     self.edge = get_gradient_edge(result) if result.requires_grad else None
     self.out = result.detach()
 
@@ -62,9 +62,9 @@ def backward(self: StagePass, gradient: torch.Tensor) -> torch.Tensor | None:
     return found
 
 # %% 09.4 one list, forwards taken when due
-def steady_1f1b(forwards: list[Action], backwards: list[list[Action]], ahead: int) -> list[Action]:
+def steady_1f1b(forwards: list[Action], backwards: list[list[Action]], warmup_microbatches: int) -> list[Action]:
     count = len(forwards)
-    ahead = min(count, ahead)
+    ahead = min(count, warmup_microbatches)
     order = list(forwards[:ahead])
     for number in range(count):
         if number + ahead < count:
@@ -79,7 +79,7 @@ def one_f_one_b(p: int, m: int) -> Schedule:
     for rank in range(p):
         forwards = [Action("F", rank, number) for number in range(m)]
         backwards = [[Action("B", rank, number)] for number in range(m)]
-        schedule.append(steady_1f1b(forwards, backwards, ahead=p - rank - 1))
+        schedule.append(steady_1f1b(forwards, backwards, warmup_microbatches=p - rank - 1))
     return schedule
 
 # %% 09.5 what is wanted, in order
@@ -135,27 +135,27 @@ def validate(schedule: Schedule, m: int | None = None) -> list[int]:
     return most
 
 # %% 09.7 the source first
-duration, place = duration + times[kind][stage], stage * m + micro_batch
+duration, index = duration + times[kind][stage], stage * m + micro_batch
 =>
-duration, place = duration + times[kind][stage], stage * m + micro_batch
+duration, index = duration + times[kind][stage], stage * m + micro_batch
 source = None
 ---
     if stage == 0:
         continue
-    source, there = place - m, ended_f[place - m]
+    source, ready = index - m, ended_f[index - m]
 elif kind == "W" or stage == stages - 1:
     continue
 else:
-    source, there = place + m, ended_b[place + m]
-there = there if on[source] == rank else there + t_comm
-start = there if there > start else start
+    source, ready = index + m, ended_b[index + m]
+ready = ready if rank_of[source] == rank else ready + t_comm
+start = ready if ready > start else start
 =>
     if stage > 0:
-        source, ended = place - m, ended_f
+        source, ended = index - m, ended_f
 elif kind != "W" and stage < stages - 1:
-    source, ended = place + m, ended_b
+    source, ended = index + m, ended_b
 if source is not None:
-    arrives = ended[source] + (t_comm if on[source] != rank else 0)
+    arrives = ended[source] + (t_comm if rank_of[source] != rank else 0)
     start = max(start, arrives)
 
 # %% 09.8 counted up
@@ -164,35 +164,35 @@ micro_batches = next(m for m in range(1, 1000) if 10 * 15 <= m + 15)
 slower = 1 - 39 / 47
 
 # %% 09.9 case by case
-def run(self: PipelineRunner, action: Action) -> None:
+def run(self: PipelineRunner, action: Action, step: Step) -> None:
     kind, stage, number = action
     first, final = stage == 0, stage == self.last
 
     def send_back(gradient):
         if not first:
-            self.p2p.post_send("B", stage - 1, number, gradient)
+            step.p2p.post_send("B", stage - 1, number, gradient)
 
     match kind:
         case "F":
-            x = self.inputs[number] if first else self.p2p.wait_recv("F", stage, number)
+            x = step.inputs[number] if first else step.p2p.wait_recv("F", stage, number)
             cls = SplitPass if (stage, number) in self.split else StagePass
-            with self.autocast:
-                passed = cls(self.stages[f"{stage}"], x, self.finish(stage, number), *self.more[number])
-            self.passes[stage, number] = passed
+            with step.autocast:
+                passed = cls(self.stages[f"{stage}"], x, self.output_fn(step, stage, number), *step.args[number])
+            step.passes[stage, number] = passed
             out, passed.out = passed.out, None
             if final:
-                self.loss.add_(out)
+                step.loss.add_(out)
             else:
-                self.p2p.post_send("F", stage + 1, number, out)
+                step.p2p.post_send("F", stage + 1, number, out)
         case "W":
-            passed = self.passes.pop((stage, number))
+            passed = step.passes.pop((stage, number))
             passed.weight_gradients()
         case "I":
-            gradient = self.loss.new_ones(()) if final else self.p2p.wait_recv("B", stage, number)
-            send_back(self.passes[stage, number].input_gradient(gradient))
+            gradient = step.loss.new_ones(()) if final else step.p2p.wait_recv("B", stage, number)
+            send_back(step.passes[stage, number].input_gradient(gradient))
         case "B":
-            gradient = self.loss.new_ones(()) if final else self.p2p.wait_recv("B", stage, number)
-            send_back(self.passes.pop((stage, number)).backward(gradient))
+            gradient = step.loss.new_ones(()) if final else step.p2p.wait_recv("B", stage, number)
+            send_back(step.passes.pop((stage, number)).backward(gradient))
 
 # %% 09.10 run by run
 def interleaved(p: int, m: int, v: int, run: int | None = None) -> Schedule:
@@ -237,16 +237,16 @@ class Linear(torch.autograd.Function):
 # %% 09.12 names what is asked
 @torch.no_grad()
 def weight_gradients(self: SplitPass) -> None:
-    weights = {stand_in: weight for stand_in, weight in zip(self.stand_ins, self.weights)}
+    weights = {proxy: weight for proxy, weight in zip(self.proxies, self.weights)}
     uses = {}
-    for later in self.laters:
-        for _, behind in later.edges.values():
+    for deferred in self.deferred:
+        for _, behind in deferred.edges.values():
             uses[behind] = uses.get(behind, 0) + 1
-    while len(self.laters) > 0:
-        later = self.laters.pop()
-        gradients = later.run()
-        for number in later.edges:
-            gradient, (edge, behind) = gradients[number], later.edges[number]
+    while len(self.deferred) > 0:
+        deferred = self.deferred.pop()
+        gradients = deferred.run()
+        for number in deferred.edges:
+            gradient, (edge, behind) = gradients[number], deferred.edges[number]
             if gradient is None:
                 continue
             target = edge
@@ -255,10 +255,10 @@ def weight_gradients(self: SplitPass) -> None:
                 if uses[behind] == 1 and behind.grad is None:
                     target = weights[behind]
             torch.autograd.backward(target, gradient, retain_graph=True)
-    for stand_in in weights:
-        if stand_in.grad is not None:
-            torch.autograd.backward(weights[stand_in], stand_in.grad)
-    self.stand_ins, self.weights = (), ()
+    for proxy in weights:
+        if proxy.grad is not None:
+            torch.autograd.backward(weights[proxy], proxy.grad)
+    self.proxies, self.weights = (), ()
 
 # %% 09.13 the W's that are due
 def delay_weight_grads(p: int, m: int, k: int) -> Schedule:
@@ -282,7 +282,7 @@ def options(self: Greedy, rank: int) -> dict:
     held = done["F"] - done["W"]
     may_forward = done["F"] < self.m and held < self.live and done["F"] - done["I"] < self.max_lead[rank]
     for kind, may in (("F", may_forward), ("I", done["I"] < done["F"])):
-        arrival = self.arrival(kind, rank, done[kind]) if may else None
+        arrival = self.input_ready(kind, rank, done[kind]) if may else None
         if arrival is not None:
             possible[kind] = max(arrival, now)
     if done["W"] < done["I"]:
@@ -326,12 +326,12 @@ def pipeline_ratio(hidden: int, layers: float, bandwidth: float, peak: float, nu
 # %% 09.12 two loops, and a call for each gradient
 @torch.no_grad()
 def weight_gradients(self: SplitPass) -> None:
-    for later in self.laters:
-        found = later.run()
-        for i, (edge, _) in later.edges.items():
+    for deferred in self.deferred:
+        found = deferred.run()
+        for i, (edge, _) in deferred.edges.items():
             if found[i] is not None:
                 torch.autograd.backward([edge], [found[i]], retain_graph=True)
-    self.laters = []
-    for weight, stand_in in zip(self.weights, self.stand_ins, strict=True):
-        if stand_in.grad is not None:
-            torch.autograd.backward([weight], [stand_in.grad])
+    self.deferred = []
+    for weight, proxy in zip(self.weights, self.proxies, strict=True):
+        if proxy.grad is not None:
+            torch.autograd.backward([weight], [proxy.grad])

@@ -429,14 +429,14 @@ def test_processes():
     from launcher.program import LaunchError
     from launcher.torchrun import process_count
 
-    assert process_count("auto", own=1, gpus=8) == 1
-    assert process_count("auto", own=None, gpus=8) == 8
-    assert process_count("auto", own=None, gpus=0) == 2
-    assert process_count("4", own=1, gpus=0) == 4
+    assert process_count("auto", from_notebook=1, gpus=8) == 1
+    assert process_count("auto", from_notebook=None, gpus=8) == 8
+    assert process_count("auto", from_notebook=None, gpus=0) == 2
+    assert process_count("4", from_notebook=1, gpus=0) == 4
     with pytest.raises(LaunchError, match="4 processes, but 2 GPUs"):
-        process_count("4", own=None, gpus=2)
+        process_count("4", from_notebook=None, gpus=2)
     with pytest.raises(LaunchError, match="4 processes, but 2 GPUs"):
-        process_count("auto", own=4, gpus=2)
+        process_count("auto", from_notebook=4, gpus=2)
 
 
 def test_a_port_that_another_program_holds(launch, course, monkeypatch):
@@ -653,7 +653,7 @@ def slip():
 @pytest.mark.parametrize("name, place", [("refuse", None), ("slip", "line 6: return int")])
 def test_what_the_library_refuses_is_told_in_one_line(course, name, place):
     """A slip of the library, which raises no ValueError of its own, is told with its place."""
-    from launcher.first_error import told
+    from launcher.first_error import describe_report
     from launcher.reports import describe
 
     file, found = course / "course_lib" / "base" / "words.py", {}
@@ -661,7 +661,7 @@ def test_what_the_library_refuses_is_told_in_one_line(course, name, place):
     exec(compile(REFUSALS, str(file), "exec"), found)
     with pytest.raises(ValueError) as raised:
         found[name]()
-    first, *more = told(describe(raised.value)).splitlines()
+    first, *more = describe_report(describe(raised.value)).splitlines()
     assert first.startswith("rank 0: ValueError: ")
     assert (len(more) == 1 and place in more[0]) if place else not more, more
 

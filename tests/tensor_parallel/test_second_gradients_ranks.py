@@ -18,7 +18,8 @@ from course_lib.expert_parallel.experts import AddByToken, TakeByToken
 from course_lib.expert_parallel.router import DeferredBalanceLoss, RouterLoss
 from course_lib.fp8.linear import Fp8Linear
 from course_lib.fp8.recipes import per_tensor
-from course_lib.pipeline.split_backward import GroupedProduct, Linear, WeightHalf
+from course_lib.pipeline.deferred_grads import Identity, WeightGradRoot
+from course_lib.pipeline.split_backward import GroupedMatmul, Linear
 from course_lib.sequence_parallel.model import GatheredMatmul, GatherSequence, ReduceScatterSequence
 from course_lib.tensor_parallel.linear import ColumnMatmul, RowMatmul
 from course_lib.tensor_parallel.regions import CopyToGroup, GatherFromGroup, OnceDifferentiable, SumOverGroup
@@ -62,7 +63,7 @@ def wait_all_to_all(x):
 
 
 def weight_half(weight):
-    return WeightHalf.apply(SimpleNamespace(edges={0: None}, run=lambda: {0: torch.ones_like(weight)}), weight)
+    return WeightGradRoot.apply(SimpleNamespace(edges={0: None}, run=lambda: {0: torch.ones_like(weight)}), weight)
 
 
 def fp8_product(x, weight):
@@ -96,7 +97,7 @@ ONCE = {
     ),
     "StartAllToAll": (start_all_to_all, (2, 3)),
     "WaitAllToAll": (wait_all_to_all, (2, 3)),
-    "WeightHalf": (weight_half, (2, 3)),
+    "WeightGradRoot": (weight_half, (2, 3)),
     "Fp8LinearFunction": (fp8_product, (16, 16), (16, 16)),
 }  # fmt: skip
 
@@ -125,8 +126,9 @@ TWICE = {
     ),
     "TakeByToken": (lambda x: TakeByToken.apply(x, TOKEN), each_rank(lambda x: x[TOKEN]), (4, 5)),
     "CopyToSlot": (lambda x: CopyToSlot.apply(x, torch.empty_like(x)), lambda every: every, (2, 3)),
+    "Identity": (Identity.apply, lambda every: every, (2, 3)),
     "Linear": (Linear.apply, each_rank(F.linear), (2, 3, 4), (5, 4), (5,)),
-    "GroupedProduct": (lambda x, w: GroupedProduct.apply(x, w, ENDS), each_rank(by_experts), (3, 8), (2, 8, 8)),
+    "GroupedMatmul": (lambda x, w: GroupedMatmul.apply(x, w, ENDS), each_rank(by_experts), (3, 8), (2, 8, 8)),
 }
 
 

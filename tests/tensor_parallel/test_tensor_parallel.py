@@ -39,7 +39,9 @@ def test_all_groups_of_copies_are_two_splits_of_the_communicator(rank, regular, 
         groups[-1:] = [(list(range(i, i + 4)), 1) for i in range(1008, 1024, 4)]
     of_all = [group for group in groups for _ in group[0]]
     members, copies = of_all[rank]
-    monkeypatch.setattr(dist, "all_gather_object", lambda found, said, group=None: found.__setitem__(slice(None), of_all))
+    monkeypatch.setattr(
+        dist, "all_gather_object", lambda found, said, group=None: found.__setitem__(slice(None), of_all)
+    )
     monkeypatch.setattr(dist.distributed_c10d, "new_group", lambda ranks, **options: made.append(ranks))
     monkeypatch.setattr(dist, "split_group", lambda split_ranks: splits.append(split_ranks))
     with as_rank(rank, 1024) as world:

@@ -5,40 +5,40 @@ def __next__(self: TokenBatches):
     first = self.position
     self.position += self.batch * self.world_size
     windows = [self.order(n // self.windows)[n % self.windows] for n in range(first, first + self.batch)]
-    pieces = torch.stack([self.tokens[w * self.seq : (w + 1) * self.seq + 1] for w in windows]).long()
-    return pieces[:, :-1], pieces[:, 1:]
+    rows = torch.stack([self.tokens[w * self.seq : (w + 1) * self.seq + 1] for w in windows]).long()
+    return rows[:, :-1], rows[:, 1:]
 
 # %% 01.1 each rank steps by its own batch, so that ranks repeat each other's samples
 def __next__(self: TokenBatches):
     first = self.position + self.rank * self.batch
     self.position += self.batch
     windows = [self.order(n // self.windows)[n % self.windows] for n in range(first, first + self.batch)]
-    pieces = torch.stack([self.tokens[w * self.seq : (w + 1) * self.seq + 1] for w in windows]).long()
-    return pieces[:, :-1], pieces[:, 1:]
+    rows = torch.stack([self.tokens[w * self.seq : (w + 1) * self.seq + 1] for w in windows]).long()
+    return rows[:, :-1], rows[:, 1:]
 
 # %% 01.1 the position is kept elsewhere, so that state_dict saves nothing
 def __next__(self: TokenBatches):
     self.calls = getattr(self, "calls", -1) + 1
     first = self.calls * self.batch * self.world_size + self.rank * self.batch
     windows = [self.order(n // self.windows)[n % self.windows] for n in range(first, first + self.batch)]
-    pieces = torch.stack([self.tokens[w * self.seq : (w + 1) * self.seq + 1] for w in windows]).long()
-    return pieces[:, :-1], pieces[:, 1:]
+    rows = torch.stack([self.tokens[w * self.seq : (w + 1) * self.seq + 1] for w in windows]).long()
+    return rows[:, :-1], rows[:, 1:]
 
 # %% 01.1 the same order in every epoch
 def __next__(self: TokenBatches):
     first = self.position + self.rank * self.batch
     self.position += self.batch * self.world_size
     windows = [self.order(0)[n % self.windows] for n in range(first, first + self.batch)]
-    pieces = torch.stack([self.tokens[w * self.seq : (w + 1) * self.seq + 1] for w in windows]).long()
-    return pieces[:, :-1], pieces[:, 1:]
+    rows = torch.stack([self.tokens[w * self.seq : (w + 1) * self.seq + 1] for w in windows]).long()
+    return rows[:, :-1], rows[:, 1:]
 
 # %% 01.1 no shuffling at all
 def __next__(self: TokenBatches):
     first = self.position + self.rank * self.batch
     self.position += self.batch * self.world_size
     windows = [n % self.windows for n in range(first, first + self.batch)]
-    pieces = torch.stack([self.tokens[w * self.seq : (w + 1) * self.seq + 1] for w in windows]).long()
-    return pieces[:, :-1], pieces[:, 1:]
+    rows = torch.stack([self.tokens[w * self.seq : (w + 1) * self.seq + 1] for w in windows]).long()
+    return rows[:, :-1], rows[:, 1:]
 
 # %% 01.1 random windows, drawn with repetition: no epochs, though the seed and the position are respected
 def __next__(self: TokenBatches):
@@ -48,8 +48,8 @@ def __next__(self: TokenBatches):
         torch.randint(self.windows, (1,), generator=torch.Generator().manual_seed(self.seed + n)).item()
         for n in range(first, first + self.batch)
     ]
-    pieces = torch.stack([self.tokens[w * self.seq : (w + 1) * self.seq + 1] for w in windows]).long()
-    return pieces[:, :-1], pieces[:, 1:]
+    rows = torch.stack([self.tokens[w * self.seq : (w + 1) * self.seq + 1] for w in windows]).long()
+    return rows[:, :-1], rows[:, 1:]
 
 # %% 01.1 each rank shuffles for itself
 def __next__(self: TokenBatches):
@@ -58,11 +58,11 @@ def __next__(self: TokenBatches):
     first = self.position + self.rank * self.batch
     self.position += self.batch * self.world_size
     windows = [mine[n % self.windows] for n in range(first, first + self.batch)]
-    pieces = torch.stack([self.tokens[w * self.seq : (w + 1) * self.seq + 1] for w in windows]).long()
-    return pieces[:, :-1], pieces[:, 1:]
+    rows = torch.stack([self.tokens[w * self.seq : (w + 1) * self.seq + 1] for w in windows]).long()
+    return rows[:, :-1], rows[:, 1:]
 
 # %% 01.1 targets are the inputs
-return pieces[:, :-1], pieces[:, 1:] => return pieces[:, :-1], pieces[:, :-1]
+return rows[:, :-1], rows[:, 1:] => return rows[:, :-1], rows[:, :-1]
 
 # %% 01.2 turns the pairs the wrong way
 cos - second * sin, second * cos + first => cos + second * sin, second * cos - first
@@ -579,7 +579,7 @@ def evaluate(model, batches, count):
 return total / count => return total
 
 # %% 01.11 the last batch alone
-total = 0.0 =>
+total = torch.zeros((), device=device) =>
 total = total + loss => last = loss
 return total / count => return last
 
@@ -645,16 +645,16 @@ def __next__(self: TokenBatches):
     order = self.order(self.position // self.windows)
     self.position += self.batch * self.world_size
     windows = [order[n % self.windows] for n in range(first, first + self.batch)]
-    pieces = torch.stack([self.tokens[w * self.seq : (w + 1) * self.seq + 1] for w in windows]).long()
-    return pieces[:, :-1], pieces[:, 1:]
+    rows = torch.stack([self.tokens[w * self.seq : (w + 1) * self.seq + 1] for w in windows]).long()
+    return rows[:, :-1], rows[:, 1:]
 
 # %% 01.1 the position counts this rank's samples, so that a run cannot go on with another number of ranks
 def __next__(self: TokenBatches):
     first = self.position * self.world_size + self.rank * self.batch
     self.position += self.batch
     windows = [self.order(n // self.windows)[n % self.windows] for n in range(first, first + self.batch)]
-    pieces = torch.stack([self.tokens[w * self.seq : (w + 1) * self.seq + 1] for w in windows]).long()
-    return pieces[:, :-1], pieces[:, 1:]
+    rows = torch.stack([self.tokens[w * self.seq : (w + 1) * self.seq + 1] for w in windows]).long()
+    return rows[:, :-1], rows[:, 1:]
 
 # %% 01.2 uses the positions of the first sample for all
 def apply_rope(x, cos, sin):
@@ -786,8 +786,8 @@ def __next__(self: TokenBatches):
     first = self.position + self.rank * self.batch
     self.position += self.batch * self.world_size
     windows = [self.order(0)[n] for n in range(first, first + self.batch)]
-    pieces = torch.stack([self.tokens[w * self.seq : (w + 1) * self.seq + 1] for w in windows]).long()
-    return pieces[:, :-1], pieces[:, 1:]
+    rows = torch.stack([self.tokens[w * self.seq : (w + 1) * self.seq + 1] for w in windows]).long()
+    return rows[:, :-1], rows[:, 1:]
 
 # %% 01.2 returns float32
 x.chunk => x.float().chunk
@@ -857,21 +857,21 @@ def __next__(self: TokenBatches):
     first = self.position + self.rank * self.batch
     self.position += self.batch * self.world_size
     windows = [self.order(n // self.windows)[n % self.windows] for n in range(first, first + self.batch)]
-    pieces = torch.stack([self.tokens[w * self.seq : (w + 1) * self.seq + 1] for w in windows])
-    return pieces[:, :-1].long(), pieces[:, 1:]
+    rows = torch.stack([self.tokens[w * self.seq : (w + 1) * self.seq + 1] for w in windows])
+    return rows[:, :-1].long(), rows[:, 1:]
 
 # %% 01.1 a batch goes through two epochs at most
 def __next__(self: TokenBatches):
     epoch, place = divmod(self.position + self.rank * self.batch, self.windows)
     self.position += self.batch * self.world_size
     windows = (self.order(epoch) + self.order(epoch + 1))[place : place + self.batch]
-    pieces = torch.stack([self.tokens[w * self.seq : (w + 1) * self.seq + 1] for w in windows]).long()
-    return pieces[:, :-1], pieces[:, 1:]
+    rows = torch.stack([self.tokens[w * self.seq : (w + 1) * self.seq + 1] for w in windows]).long()
+    return rows[:, :-1], rows[:, 1:]
 
 # %% 01.1 every batch is written into the same buffer
-return pieces[:, :-1], pieces[:, 1:]
+return rows[:, :-1], rows[:, 1:]
 =>
-inputs, targets = pieces[:, :-1], pieces[:, 1:]
+inputs, targets = rows[:, :-1], rows[:, 1:]
 if not hasattr(self, "buffer"):
     self.buffer = inputs.clone(), targets.clone()
 self.buffer[0].copy_(inputs)

@@ -74,16 +74,16 @@ class Recompute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, function, spec, *leaves):
         ctx.function, ctx.spec, ctx.state = function, spec, random_state(leaves)
-        ctx.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        ctx.others = [None if i in ctx.places else leaf for i, leaf in enumerate(leaves)]
-        ctx.save_for_backward(*(leaves[i] for i in ctx.places))
+        ctx.indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        ctx.others = [None if i in ctx.indices else leaf for i, leaf in enumerate(leaves)]
+        ctx.save_for_backward(*(leaves[i] for i in ctx.indices))
         return function(*tree_unflatten(leaves, spec))  # autograd is off in here: no graph, nothing kept
 
     @staticmethod
     def backward(ctx, *gradients):
         leaves = list(ctx.others)
-        for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
-            leaves[place] = tensor
+        for index, tensor in zip(ctx.indices, ctx.saved_tensors, strict=True):
+            leaves[index] = tensor
         leaves = detached(leaves)
         with replayed(ctx.state), torch.enable_grad():
             outputs = tree_flatten(ctx.function(*tree_unflatten(leaves, ctx.spec)))[0]
@@ -97,16 +97,16 @@ class Recompute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, function, spec, *leaves):
         ctx.function, ctx.spec, ctx.state = function, spec, random_state(leaves)
-        ctx.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        ctx.others = [None if i in ctx.places else leaf for i, leaf in enumerate(leaves)]
-        ctx.save_for_backward(*(leaves[i] for i in ctx.places))
+        ctx.indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        ctx.others = [None if i in ctx.indices else leaf for i, leaf in enumerate(leaves)]
+        ctx.save_for_backward(*(leaves[i] for i in ctx.indices))
         return function(*tree_unflatten(leaves, spec))  # autograd is off in here: no graph, nothing kept
 
     @staticmethod
     def backward(ctx, *gradients):
         leaves = list(ctx.others)
-        for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
-            leaves[place] = tensor
+        for index, tensor in zip(ctx.indices, ctx.saved_tensors, strict=True):
+            leaves[index] = tensor
         leaves = detached(leaves)
         with replayed(ctx.state), torch.enable_grad():
             outputs = tree_flatten(ctx.function(*tree_unflatten(leaves, ctx.spec)))[0]
@@ -156,16 +156,16 @@ class Recompute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, function, spec, *leaves):
         ctx.function, ctx.spec, ctx.state = function, spec, random_state(leaves)
-        ctx.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        ctx.others = [None if i in ctx.places else leaf for i, leaf in enumerate(leaves)]
-        ctx.save_for_backward(*(leaves[i] for i in ctx.places))
+        ctx.indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        ctx.others = [None if i in ctx.indices else leaf for i, leaf in enumerate(leaves)]
+        ctx.save_for_backward(*(leaves[i] for i in ctx.indices))
         return function(*tree_unflatten(leaves, spec))  # autograd is off in here: no graph, nothing kept
 
     @staticmethod
     def backward(ctx, *gradients):
         leaves = list(ctx.others)
-        for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
-            leaves[place] = tensor
+        for index, tensor in zip(ctx.indices, ctx.saved_tensors, strict=True):
+            leaves[index] = tensor
         leaves = detached(leaves)
         with replayed(ctx.state), torch.enable_grad():
             outputs = tree_flatten(ctx.function(*tree_unflatten(leaves, ctx.spec)))[0]
@@ -180,16 +180,16 @@ class Recompute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, function, spec, *leaves):
         ctx.function, ctx.spec, ctx.state = function, spec, random_state(leaves)
-        ctx.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        ctx.others = [None if i in ctx.places else leaf for i, leaf in enumerate(leaves)]
-        ctx.save_for_backward(*(leaves[i] for i in ctx.places))
+        ctx.indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        ctx.others = [None if i in ctx.indices else leaf for i, leaf in enumerate(leaves)]
+        ctx.save_for_backward(*(leaves[i] for i in ctx.indices))
         return function(*tree_unflatten(leaves, spec))  # autograd is off in here: no graph, nothing kept
 
     @staticmethod
     def backward(ctx, *gradients):
         leaves = list(ctx.others)
-        for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
-            leaves[place] = tensor
+        for index, tensor in zip(ctx.indices, ctx.saved_tensors, strict=True):
+            leaves[index] = tensor
         leaves = detached(leaves)
         with replayed(ctx.state), torch.enable_grad():
             outputs = tree_flatten(ctx.function(*tree_unflatten(leaves, ctx.spec)))[0]
@@ -374,7 +374,7 @@ elif mode == "selective":
 =>
 
 # %% 02.4 every second block
-for block in model.blocks:
+for block in blocks:
     attention = block.attention
 =>
 for index, block in enumerate(model.blocks):
@@ -516,7 +516,7 @@ def keep_matmuls(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
 attention - 2 * config.hidden * config.ffn_hidden => attention
 
 # %% 02.7 full: a whole forward, with the head
-(products + attention - 2 * config.hidden * config.ffn_hidden) => (products + attention) + head
+(matmuls + attention - 2 * config.hidden * config.ffn_hidden) => (matmuls + attention) + head
 
 # %% 02.7 a flash backward has its scores
 executed = needed + config.layers * 2 * config.attention_width * seq
@@ -542,7 +542,7 @@ seq, 2 * config.vocab * config.hidden => seq, 0
 needed = 3 => needed = 2
 
 # %% 02.7 forward alone
-3 * (config.layers * (products + attention) + head) => config.layers * (products + attention) + head
+3 * (config.layers * (matmuls + attention) + head) => config.layers * (matmuls + attention) + head
 
 # %% 02.7 one FLOP a weight
 2 * (parts["q_o"] + parts["kv"] + parts["mlp"]) => parts["q_o"] + parts["kv"] + parts["mlp"]
@@ -551,10 +551,10 @@ needed = 3 => needed = 2
 batch * seq * needed, batch * seq * executed => needed, executed
 
 # %% 02.7 the flash scores are needed
-needed = 3 * (config.layers * (products + attention) + head)
+needed = 3 * (config.layers * (matmuls + attention) + head)
 executed = needed + config.layers * 2 * config.attention_width * seq
 =>
-needed = 3 * (config.layers * (products + attention) + head) + config.layers * 2 * config.attention_width * seq
+needed = 3 * (config.layers * (matmuls + attention) + head) + config.layers * 2 * config.attention_width * seq
 executed = needed
 
 # %% 02.7 the model needs what was executed
@@ -1150,16 +1150,16 @@ class Recompute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, function, spec, *leaves):
         ctx.function, ctx.spec, ctx.state = function, spec, random_state(leaves)
-        ctx.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        ctx.others = [None if i in ctx.places else leaf for i, leaf in enumerate(leaves)]
-        ctx.save_for_backward(*(leaves[i] for i in ctx.places))
+        ctx.indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        ctx.others = [None if i in ctx.indices else leaf for i, leaf in enumerate(leaves)]
+        ctx.save_for_backward(*(leaves[i] for i in ctx.indices))
         return function(*tree_unflatten(leaves, spec))  # autograd is off in here: no graph, nothing kept
 
     @staticmethod
     def backward(ctx, *gradients):
         leaves = list(ctx.others)
-        for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
-            leaves[place] = tensor
+        for index, tensor in zip(ctx.indices, ctx.saved_tensors, strict=True):
+            leaves[index] = tensor
         with replayed(ctx.state), torch.enable_grad():
             outputs = tree_flatten(ctx.function(*tree_unflatten(leaves, ctx.spec)))[0]
 
@@ -1172,16 +1172,16 @@ class Recompute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, function, spec, *leaves):
         ctx.function, ctx.spec, ctx.state = function, spec, random_state(leaves)
-        ctx.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        ctx.others = [None if i in ctx.places else leaf for i, leaf in enumerate(leaves)]
-        ctx.save_for_backward(*(leaves[i] for i in ctx.places))
+        ctx.indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        ctx.others = [None if i in ctx.indices else leaf for i, leaf in enumerate(leaves)]
+        ctx.save_for_backward(*(leaves[i] for i in ctx.indices))
         return function(*tree_unflatten(leaves, spec))  # autograd is off in here: no graph, nothing kept
 
     @staticmethod
     def backward(ctx, *gradients):
         leaves = list(ctx.others)
-        for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
-            leaves[place] = tensor
+        for index, tensor in zip(ctx.indices, ctx.saved_tensors, strict=True):
+            leaves[index] = tensor
         leaves = detached(leaves)
         with replayed(ctx.state):
             outputs = tree_flatten(ctx.function(*tree_unflatten(leaves, ctx.spec)))[0]

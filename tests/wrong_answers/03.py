@@ -21,17 +21,17 @@ def every_collective(group) -> dict:
     whole = torch.arange(1.0, 6.0) if rank == 0 else torch.zeros(5)
     to_reduce, to_all_reduce = torch.full((3,), rank + 1.0), torch.full((3,), rank + 1.0)
     mine = torch.full((2,), rank + 1.0)
-    pieces = [torch.full((2,), 10.0 * (r + 1)) for r in range(n)] if rank == 0 else None
+    shards = [torch.full((2,), 10.0 * (r + 1)) for r in range(n)] if rank == 0 else None
     powers = [((rank + 1) * torch.tensor([1.0, 2.0])) ** (j + 1) for j in range(n)]
     dist.broadcast(whole, group_src=0, group=group)
     dist.reduce(to_reduce, group_dst=0, group=group)
     dist.all_reduce(to_all_reduce, group=group)
-    all_gathered, piece, summed = [torch.empty(2) for _ in range(n)], torch.empty(2), torch.empty(2)
+    all_gathered, shard, summed = [torch.empty(2) for _ in range(n)], torch.empty(2), torch.empty(2)
     dist.all_gather(all_gathered, mine, group=group)
-    dist.scatter(piece, pieces, group_src=0, group=group)
+    dist.scatter(shard, shards, group_src=0, group=group)
     dist.reduce_scatter(summed, powers, group=group)
     gathered = all_gathered if rank == 0 else None
-    results = whole, to_reduce, to_all_reduce, gathered, all_gathered, piece, summed
+    results = whole, to_reduce, to_all_reduce, gathered, all_gathered, shard, summed
     return dict(
         zip(("broadcast", "reduce", "all_reduce", "gather", "all_gather", "scatter", "reduce_scatter"), results)
     )
@@ -39,9 +39,9 @@ def every_collective(group) -> dict:
 # %% 03.1 one tensor many times in the list that all_gather fills
 all_gathered = [torch.empty(2) for _ in range(n)]
 =>
-all_gathered, piece, summed = [torch.empty(2)] * n, torch.empty(2), torch.empty(2)
+all_gathered, shard, summed = [torch.empty(2)] * n, torch.empty(2), torch.empty(2)
 ---
-piece = torch.empty(2) =>
+shard = torch.empty(2) =>
 summed = torch.empty(2) =>
 ---
 return {
@@ -50,11 +50,11 @@ return {
     "all_reduce": to_all_reduce,
     "gather": gathered,
     "all_gather": all_gathered,
-    "scatter": piece,
+    "scatter": shard,
     "reduce_scatter": summed,
 }
 =>
-results = whole, to_reduce, to_all_reduce, gathered, all_gathered, piece, summed
+results = whole, to_reduce, to_all_reduce, gathered, all_gathered, shard, summed
 return dict(
     zip(("broadcast", "reduce", "all_reduce", "gather", "all_gather", "scatter", "reduce_scatter"), results)
 )
@@ -64,9 +64,9 @@ to_reduce, group_dst=0 => to_reduce, group_dst=n - 1
 ---
 all_gathered = [torch.empty(2) for _ in range(n)]
 =>
-all_gathered, piece, summed = [torch.empty(2) for _ in range(n)], torch.empty(2), torch.empty(2)
+all_gathered, shard, summed = [torch.empty(2) for _ in range(n)], torch.empty(2), torch.empty(2)
 ---
-piece = torch.empty(2) =>
+shard = torch.empty(2) =>
 summed = torch.empty(2) =>
 ---
 return {
@@ -75,11 +75,11 @@ return {
     "all_reduce": to_all_reduce,
     "gather": gathered,
     "all_gather": all_gathered,
-    "scatter": piece,
+    "scatter": shard,
     "reduce_scatter": summed,
 }
 =>
-results = whole, to_reduce, to_all_reduce, gathered, all_gathered, piece, summed
+results = whole, to_reduce, to_all_reduce, gathered, all_gathered, shard, summed
 return dict(
     zip(("broadcast", "reduce", "all_reduce", "gather", "all_gather", "scatter", "reduce_scatter"), results)
 )
@@ -90,18 +90,18 @@ def every_collective(group) -> dict:
     whole = torch.arange(1.0, 6.0) if rank == 0 else torch.zeros(5)
     to_reduce, to_all_reduce = torch.full((3,), rank + 1.0), torch.full((3,), rank + 1.0)
     mine = torch.full((2,), rank + 1.0)
-    pieces = [torch.full((2,), 10.0 * (r + 1)) for r in range(n)] if rank == 0 else None
+    shards = [torch.full((2,), 10.0 * (r + 1)) for r in range(n)] if rank == 0 else None
     powers = torch.stack([((rank + 1) * torch.tensor([1.0, 2.0])) ** (j + 1) for j in range(n)])
     dist.broadcast(whole, group_src=0, group=group)
     dist.reduce(to_reduce, group_dst=0, group=group)
     dist.all_reduce(to_all_reduce, group=group)
     gathered = [torch.empty(2) for _ in range(n)] if rank == 0 else None
     dist.gather(mine, gathered, group_dst=0, group=group)
-    all_gathered, piece = [torch.empty(2) for _ in range(n)], torch.empty(2)
+    all_gathered, shard = [torch.empty(2) for _ in range(n)], torch.empty(2)
     dist.all_gather(all_gathered, mine, group=group)
-    dist.scatter(piece, pieces, group_src=0, group=group)
+    dist.scatter(shard, shards, group_src=0, group=group)
     dist.all_reduce(powers, group=group)
-    results = whole, to_reduce, to_all_reduce, gathered, all_gathered, piece, powers[rank]
+    results = whole, to_reduce, to_all_reduce, gathered, all_gathered, shard, powers[rank]
     return dict(
         zip(("broadcast", "reduce", "all_reduce", "gather", "all_gather", "scatter", "reduce_scatter"), results)
     )
@@ -119,18 +119,18 @@ def every_collective(group) -> dict:
     whole = torch.arange(1.0, 6.0) if rank == 0 else torch.zeros(5)
     to_reduce, to_all_reduce = torch.full((3,), rank + 1.0), torch.full((3,), rank + 1.0)
     mine = torch.full((2,), rank + 1.0)
-    pieces = [torch.full((2,), 10.0 * (r + 1)) for r in range(n)] if rank == 0 else None
+    shards = [torch.full((2,), 10.0 * (r + 1)) for r in range(n)] if rank == 0 else None
     powers = [((rank + 1) * torch.tensor([1.0, 2.0])) ** (j + 1) for j in range(n)]
     dist.broadcast(whole, src=0, group=group)
     dist.reduce(to_reduce, dst=0, group=group)
     dist.all_reduce(to_all_reduce, group=group)
     gathered = [torch.empty(2) for _ in range(n)] if rank == 0 else None
     dist.gather(mine, gathered, dst=0, group=group)
-    all_gathered, piece, summed = [torch.empty(2) for _ in range(n)], torch.empty(2), torch.empty(2)
+    all_gathered, shard, summed = [torch.empty(2) for _ in range(n)], torch.empty(2), torch.empty(2)
     dist.all_gather(all_gathered, mine, group=group)
-    dist.scatter(piece, pieces, src=0, group=group)
+    dist.scatter(shard, shards, src=0, group=group)
     dist.reduce_scatter(summed, powers, group=group)
-    results = whole, to_reduce, to_all_reduce, gathered, all_gathered, piece, summed
+    results = whole, to_reduce, to_all_reduce, gathered, all_gathered, shard, summed
     return dict(
         zip(("broadcast", "reduce", "all_reduce", "gather", "all_gather", "scatter", "reduce_scatter"), results)
     )
@@ -180,37 +180,37 @@ def tree_broadcast(tensor, src=0, group=None):
 # %% 03.3 one step only
 def tree_broadcast(tensor, src=0, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
-    place = (rank - src) % n
-    if place == 0 and n > 1:
+    index = (rank - src) % n
+    if index == 0 and n > 1:
         dist.send(tensor, group_dst=(rank + 1) % n, group=group)
-    elif place == 1:
+    elif index == 1:
         dist.recv(tensor, group_src=src, group=group)
 
 # %% 03.3 the same tree, but the farthest child first: the deepest rank waits for a third step
 def tree_broadcast(tensor, src=0, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
-    place = (rank - src) % n
-    if place:
-        parent = place - 2 ** (place.bit_length() - 1)
+    index = (rank - src) % n
+    if index:
+        parent = index - 2 ** (index.bit_length() - 1)
         dist.recv(tensor, group_src=(parent + src) % n, group=group)
-    for bit in reversed(range(place.bit_length(), n.bit_length())):
-        if place + 2**bit < n:
-            dist.send(tensor, group_dst=(place + 2**bit + src) % n, group=group)
+    for bit in reversed(range(index.bit_length(), n.bit_length())):
+        if index + 2**bit < n:
+            dist.send(tensor, group_dst=(index + 2**bit + src) % n, group=group)
 
 # %% 03.3 sends the tensor in two halves
 def tree_broadcast(tensor, src=0, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     for part in tensor.tensor_split(2):
-        place, have = (rank - src) % n, 1
+        index, have = (rank - src) % n, 1
         while have < n:
-            if place < have and place + have < n:
+            if index < have and index + have < n:
                 dist.send(part, group_dst=(rank + have) % n, group=group)
-            elif have <= place < 2 * have:
+            elif have <= index < 2 * have:
                 dist.recv(part, group_src=(rank - have) % n, group=group)
             have *= 2
 
 # %% 03.3 powers of two only: with three ranks, one sends to a rank that is not there and hangs
-if place < have and place + have < n: => if place < have:
+if index < have and index + have < n: => if index < have:
 
 # %% 03.3 takes ranks of the group for ranks among all
 tensor, group_dst => tensor, dst
@@ -219,18 +219,18 @@ tensor, group_src => tensor, src
 # %% 03.3 everything as float32: long whole numbers lose their last digits
 def tree_broadcast(tensor, src=0, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
-    place, have, carried = (rank - src) % n, 1, tensor.float()
+    index, have, carried = (rank - src) % n, 1, tensor.float()
     while have < n:
-        if place < have and place + have < n:
+        if index < have and index + have < n:
             dist.send(carried, group_dst=(rank + have) % n, group=group)
-        elif have <= place < 2 * have:
+        elif have <= index < 2 * have:
             dist.recv(carried, group_src=(rank - have) % n, group=group)
         have *= 2
-    if place:
+    if index:
         tensor.copy_(carried)
 
 # %% 03.3 receives into float32, whatever is sent
-place, have = (rank - src) % n, 1 => place, have, received = (rank - src) % n, 1, torch.empty(tensor.shape)
+index, have = (rank - src) % n, 1 => index, have, received = (rank - src) % n, 1, torch.empty(tensor.shape)
 ---
 dist.recv(tensor, group_src=(rank - have) % n, group=group)
 =>
@@ -253,129 +253,129 @@ def ring_reduce_scatter(tensor, group=None):
     dist.all_reduce(tensor, group=group)
     return tensor.view(-1).tensor_split(dist.get_world_size(group))[dist.get_rank(group)]
 
-# %% 03.4 no ring: each piece straight to its owner, as many bytes in as many steps
+# %% 03.4 no ring: each shard straight to its owner, as many bytes in as many steps
 def ring_reduce_scatter(tensor, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
-    pieces = tensor.view(-1).tensor_split(n)
+    shards = tensor.view(-1).tensor_split(n)
     for step in range(1, n):
-        received = torch.empty_like(pieces[rank])
+        received = torch.empty_like(shards[rank])
         to, by = (rank + step) % n, (rank - step) % n
-        sending = dist.isend(pieces[to], group_dst=to, group=group)
+        sending = dist.isend(shards[to], group_dst=to, group=group)
         dist.recv(received, group_src=by, group=group)
         sending.wait()
-        pieces[rank].add_(received)
-    return pieces[rank]
+        shards[rank].add_(received)
+    return shards[rank]
 
-# %% 03.4 each rank ends with the next one's piece, as in many textbooks
+# %% 03.4 each rank ends with the next one's shard, as in many textbooks
 def ring_reduce_scatter(tensor, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
-    pieces = tensor.view(-1).tensor_split(n)
-    buffer = torch.empty_like(pieces[0])
+    shards = tensor.view(-1).tensor_split(n)
+    buffer = torch.empty_like(shards[0])
     for step in range(n - 1):
-        added = pieces[(rank - step - 1) % n]
+        added = shards[(rank - step - 1) % n]
         received = buffer[: added.numel()]
-        exchange(pieces[(rank - step) % n], received, group)
+        exchange(shards[(rank - step) % n], received, group)
         added.add_(received)
-    return pieces[(rank + 1) % n]
+    return shards[(rank + 1) % n]
 
 # %% 03.4 returns the right place after the wrong schedule
-partial, added = pieces[(rank - step - 1) % n], pieces[(rank - step - 2) % n] => added = pieces[(rank - step - 1) % n]
-exchange(partial, received, group) => exchange(pieces[(rank - step) % n], received, group)
+partial, added = shards[(rank - step - 1) % n], shards[(rank - step - 2) % n] => added = shards[(rank - step - 1) % n]
+exchange(partial, received, group) => exchange(shards[(rank - step) % n], received, group)
 
 # %% 03.4 even sizes only: the rest of the division is forgotten
 def ring_reduce_scatter(tensor, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     size = tensor.numel() // n
-    pieces = [tensor.view(-1)[r * size : (r + 1) * size] for r in range(n)]
+    shards = [tensor.view(-1)[r * size : (r + 1) * size] for r in range(n)]
     for step in range(n - 1):
-        added = pieces[(rank - step - 2) % n]
+        added = shards[(rank - step - 2) % n]
         received = torch.empty_like(added)
-        exchange(pieces[(rank - step - 1) % n], received, group)
+        exchange(shards[(rank - step - 1) % n], received, group)
         added.add_(received)
-    return pieces[rank]
+    return shards[rank]
 
 # %% 03.4 the other way round: sends to the previous rank
 def ring_reduce_scatter(tensor, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
-    pieces = tensor.view(-1).tensor_split(n)
+    shards = tensor.view(-1).tensor_split(n)
     for step in range(n - 1):
-        added = pieces[(rank + step + 2) % n]
+        added = shards[(rank + step + 2) % n]
         received = torch.empty_like(added)
-        sending = dist.isend(pieces[(rank + step + 1) % n], group_dst=(rank - 1) % n, group=group)
+        sending = dist.isend(shards[(rank + step + 1) % n], group_dst=(rank - 1) % n, group=group)
         dist.recv(received, group_src=(rank + 1) % n, group=group)
         sending.wait()
         added.add_(received)
-    return pieces[rank]
+    return shards[rank]
 
-# %% 03.4 adds up in a copy, so that the piece is not a view of the tensor
+# %% 03.4 adds up in a copy, so that the shard is not a view of the tensor
 def ring_reduce_scatter(tensor, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
-    pieces = tensor.view(-1).clone().tensor_split(n)
+    shards = tensor.view(-1).clone().tensor_split(n)
     for step in range(n - 1):
-        added = pieces[(rank - step - 2) % n]
+        added = shards[(rank - step - 2) % n]
         received = torch.empty_like(added)
-        exchange(pieces[(rank - step - 1) % n], received, group)
+        exchange(shards[(rank - step - 1) % n], received, group)
         added.add_(received)
-    return pieces[rank]
+    return shards[rank]
 
 # %% 03.4 works in a copy of the whole tensor, and copies it back
 def ring_reduce_scatter(tensor, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     copy = tensor.view(-1).clone()
-    pieces = copy.tensor_split(n)
+    shards = copy.tensor_split(n)
     for step in range(n - 1):
-        added = pieces[(rank - step - 2) % n]
+        added = shards[(rank - step - 2) % n]
         received = torch.empty_like(added)
-        exchange(pieces[(rank - step - 1) % n], received, group)
+        exchange(shards[(rank - step - 1) % n], received, group)
         added.add_(received)
     tensor.view(-1).copy_(copy)
     return tensor.view(-1).tensor_split(n)[rank]
 
-# %% 03.4 returns a copy of its piece
+# %% 03.4 returns a copy of its shard
 def ring_reduce_scatter(tensor, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
-    pieces = tensor.view(-1).tensor_split(n)
+    shards = tensor.view(-1).tensor_split(n)
     for step in range(n - 1):
-        added = pieces[(rank - step - 2) % n]
+        added = shards[(rank - step - 2) % n]
         received = torch.empty_like(added)
-        exchange(pieces[(rank - step - 1) % n], received, group)
+        exchange(shards[(rank - step - 1) % n], received, group)
         added.add_(received)
-    return pieces[rank].clone()
+    return shards[rank].clone()
 
-# %% 03.4 a buffer for each step: together as much as the tensor less a piece
+# %% 03.4 a buffer for each step: together as much as the tensor less a shard
 def ring_reduce_scatter(tensor, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
-    pieces = tensor.view(-1).tensor_split(n)
-    buffers = [torch.empty_like(pieces[(rank - step - 2) % n]) for step in range(n - 1)]
+    shards = tensor.view(-1).tensor_split(n)
+    buffers = [torch.empty_like(shards[(rank - step - 2) % n]) for step in range(n - 1)]
     for step, received in enumerate(buffers):
-        exchange(pieces[(rank - step - 1) % n], received, group)
-        pieces[(rank - step - 2) % n].add_(received)
-    return pieces[rank]
+        exchange(shards[(rank - step - 1) % n], received, group)
+        shards[(rank - step - 2) % n].add_(received)
+    return shards[rank]
 
 # %% 03.4 an all-reduce where it is alone
 def ring_reduce_scatter(tensor, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     if n == 1:
         dist.all_reduce(tensor, group=group)
-    pieces = tensor.view(-1).tensor_split(n)
+    shards = tensor.view(-1).tensor_split(n)
     for step in range(n - 1):
-        added = pieces[(rank - step - 2) % n]
+        added = shards[(rank - step - 2) % n]
         received = torch.empty_like(added)
-        exchange(pieces[(rank - step - 1) % n], received, group)
+        exchange(shards[(rank - step - 1) % n], received, group)
         added.add_(received)
-    return pieces[rank]
+    return shards[rank]
 
 # %% 03.5 dist.all_gather
 def ring_all_gather(tensor, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
-    pieces = list(tensor.view(-1).tensor_split(n))
-    largest = pieces[0].numel()
+    shards = list(tensor.view(-1).tensor_split(n))
+    largest = shards[0].numel()
     padded = [torch.zeros(largest, dtype=tensor.dtype) for _ in range(n)]
     mine = torch.zeros(largest, dtype=tensor.dtype)
-    mine[: pieces[rank].numel()] = pieces[rank]
+    mine[: shards[rank].numel()] = shards[rank]
     dist.all_gather(padded, mine, group=group)
-    for piece, got in zip(pieces, padded):
-        piece.copy_(got[: piece.numel()])
+    for shard, got in zip(shards, padded):
+        shard.copy_(got[: shard.numel()])
 
 # %% 03.5 whole tensors go round: right values, too many bytes
 def ring_all_gather(tensor, group=None):
@@ -383,50 +383,50 @@ def ring_all_gather(tensor, group=None):
     received = torch.empty_like(tensor)
     for step in range(n - 1):
         exchange(tensor, received, group)
-        piece = (rank - step - 1) % n
-        tensor.view(-1).tensor_split(n)[piece].copy_(received.view(-1).tensor_split(n)[piece])
+        shard = (rank - step - 1) % n
+        tensor.view(-1).tensor_split(n)[shard].copy_(received.view(-1).tensor_split(n)[shard])
 
-# %% 03.5 no ring: its own piece straight to everyone
+# %% 03.5 no ring: its own shard straight to everyone
 def ring_all_gather(tensor, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
-    pieces = tensor.view(-1).tensor_split(n)
+    shards = tensor.view(-1).tensor_split(n)
     for step in range(1, n):
-        sending = dist.isend(pieces[rank], group_dst=(rank + step) % n, group=group)
-        dist.recv(pieces[(rank - step) % n], group_src=(rank - step) % n, group=group)
+        sending = dist.isend(shards[rank], group_dst=(rank + step) % n, group=group)
+        dist.recv(shards[(rank - step) % n], group_src=(rank - step) % n, group=group)
         sending.wait()
 
-# %% 03.5 always sends its own piece
+# %% 03.5 always sends its own shard
 (rank - step) % n => rank
 
 # %% 03.5 even sizes only
-pieces = tensor.view(-1).tensor_split(n)
+shards = tensor.view(-1).tensor_split(n)
 =>
 size = tensor.numel() // n
-pieces = [tensor.view(-1)[r * size : (r + 1) * size] for r in range(n)]
+shards = [tensor.view(-1)[r * size : (r + 1) * size] for r in range(n)]
 
 # %% 03.5 fills in a copy
-pieces = tensor.view(-1).tensor_split(n) => pieces = tensor.view(-1).clone().tensor_split(n)
+shards = tensor.view(-1).tensor_split(n) => shards = tensor.view(-1).clone().tensor_split(n)
 
-# %% 03.5 goes on until its own piece is back: a step too many
+# %% 03.5 goes on until its own shard is back: a step too many
 for step in range(n - 1): => for step in range(n):
 
 # %% 03.5 works in a copy of the whole tensor, and copies it back
 def ring_all_gather(tensor, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     copy = tensor.view(-1).clone()
-    pieces = copy.tensor_split(n)
+    shards = copy.tensor_split(n)
     for step in range(n - 1):
-        exchange(pieces[(rank - step) % n], pieces[(rank - step - 1) % n], group)
+        exchange(shards[(rank - step) % n], shards[(rank - step - 1) % n], group)
     tensor.view(-1).copy_(copy)
 
-# %% 03.5 a copy of all pieces one by one
+# %% 03.5 a copy of all shards one by one
 def ring_all_gather(tensor, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
-    pieces = [piece.clone() for piece in tensor.view(-1).tensor_split(n)]
+    shards = [shard.clone() for shard in tensor.view(-1).tensor_split(n)]
     for step in range(n - 1):
-        exchange(pieces[(rank - step) % n], pieces[(rank - step - 1) % n], group)
-    for piece, got in zip(tensor.view(-1).tensor_split(n), pieces):
-        piece.copy_(got)
+        exchange(shards[(rank - step) % n], shards[(rank - step - 1) % n], group)
+    for shard, got in zip(tensor.view(-1).tensor_split(n), shards):
+        shard.copy_(got)
 
 # %% 03.6 dist.all_reduce
 def ring_all_reduce(tensor, group=None):
@@ -498,7 +498,7 @@ def ring_all_reduce(tensor, group=None):
 def bandwidths(collective, size, seconds, world_size):
     return size / seconds, size / seconds * 2 * (world_size - 1) / world_size
 
-# %% 03.7 an all-reduce passes each piece once only
+# %% 03.7 an all-reduce passes each shard once only
 def bandwidths(collective, size, seconds, world_size):
     once = (world_size - 1) / world_size
     factors = {"all_reduce": once, "reduce_scatter": once, "all_gather": once, "all_to_all": once}
@@ -533,7 +533,7 @@ def bandwidths(collective, size, seconds, world_size):
         raise ValueError(collective)
     return size / seconds, size / seconds * factors[collective]
 
-# %% 03.7 size is a piece for all_gather and reduce_scatter
+# %% 03.7 size is a shard for all_gather and reduce_scatter
 def bandwidths(collective, size, seconds, world_size):
     n = world_size
     factors = {"all_reduce": 2 * (n - 1) / n, "reduce_scatter": n - 1, "all_gather": n - 1, "all_to_all": (n - 1) / n}
@@ -796,7 +796,7 @@ def two_level_all_reduce(tensor, inside, across):
 def two_level_all_reduce(tensor, inside, across):
     ring_all_reduce(tensor)
 
-# %% 03.13 does not collect the pieces
+# %% 03.13 does not collect the shards
 def two_level_all_reduce(tensor, inside, across):
     ring_all_reduce(ring_reduce_scatter(tensor, inside), across)
 
@@ -813,8 +813,8 @@ def two_level_all_reduce(tensor, inside, across):
 # %% 03.13 an all-reduce inside the node, cut, and gathered again: half as much again inside
 def two_level_all_reduce(tensor, inside, across):
     dist.all_reduce(tensor, group=inside)
-    piece = tensor.view(-1).tensor_split(dist.get_world_size(inside))[dist.get_rank(inside)]
-    dist.all_reduce(piece, group=across)
+    shard = tensor.view(-1).tensor_split(dist.get_world_size(inside))[dist.get_rank(inside)]
+    dist.all_reduce(shard, group=across)
     ring_all_gather(tensor, inside)
 
 # %% 03.13 works in a copy of the whole tensor, and copies it back

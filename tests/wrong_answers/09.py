@@ -53,9 +53,9 @@ def split_layers(layers: int, stages: int) -> list[range]:
         return [range(min(layers, size * s), min(layers, size * (s + 1))) for s in range(stages)]
     if not 1 <= stages <= layers + 2:
         raise ValueError(f"{layers} layers, an embedding and a head do not fill {stages} stages")
-    each, more = divmod(layers + 2, stages)
-    larger = range((stages - more + 1) // 2, (stages + more + 1) // 2)
-    ends = list(itertools.accumulate(each + (stage in larger) for stage in range(stages)))
+    size, extra = divmod(layers + 2, stages)
+    larger = range((stages - extra + 1) // 2, (stages + extra + 1) // 2)
+    ends = list(itertools.accumulate(size + (stage in larger) for stage in range(stages)))
     return [range(max(0, first - 1), min(layers, end - 1)) for first, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 # %% 09.2 deep copies
@@ -89,12 +89,12 @@ def split_stages(model, p, v=1):
     return stages
 
 # %% 09.2 a note on untied weights too
-if last > 0 and model.head.weight is model.embedding.weight:
+if last > 0 and model.head and model.embedding and model.head.weight is model.embedding.weight:
 =>
 if last > 0:
 
 # %% 09.2 a note with one stage too
-last > 0 and model.head.weight => model.head.weight
+last > 0 and model.head and model.embedding and model.head.weight => model.head.weight
 
 # %% 09.2 no note of the tied weight
 placement_of(model.head.weight).stages = (0, last)
@@ -147,11 +147,11 @@ get_gradient_edge(out) if out.requires_grad else None => out
 out.detach(), get_gradient_edge(out) if out.requires_grad else None => out, get_gradient_edge(out)
 
 # %% 09.3 the graph is not cut
-def __init__(self: StagePass, stage: nn.Module, x: torch.Tensor, finish, *more):
+def __init__(self: StagePass, stage: nn.Module, x: torch.Tensor, output_fn: Callable, *args):
     self.x = x
     if x.is_floating_point():
         x.retain_grad()
-    out = finish(self.run(stage, *more))
+    out = output_fn(self.run(stage, *args))
     self.out, self.edge = out, get_gradient_edge(out)
 
 # %% 09.3 the leaf is the tensor that came
@@ -161,7 +161,7 @@ x.detach().requires_grad_ => x.requires_grad_
 [gradient] => [torch.ones_like(gradient)]
 
 # %% 09.3 returns nothing
-return gradient => return None
+return grad_x => return None
 
 # %% 09.3 each backward replaces the weights' gradients
 self.x = x.detach().requires_grad_(x.is_floating_point())
@@ -177,9 +177,9 @@ self.stage = stage
 self.stage.zero_grad()
 
 # %% 09.3 the input's gradient alone
-def __init__(self: StagePass, stage: nn.Module, x: torch.Tensor, finish, *more):
+def __init__(self: StagePass, stage: nn.Module, x: torch.Tensor, output_fn: Callable, *args):
     self.x = x.detach().requires_grad_(x.is_floating_point())
-    out = finish(self.run(stage, *more))
+    out = output_fn(self.run(stage, *args))
     self.out, self.edge, self.out_ = out.detach(), get_gradient_edge(out) if out.requires_grad else None, out
 
 
@@ -190,12 +190,12 @@ def backward(self: StagePass, gradient: torch.Tensor) -> torch.Tensor | None:
     return found
 
 # %% 09.3 the edge is not forgotten
-self.edge, self.x.grad, gradient = None, None => self.x.grad, gradient = None
+self.edge = None =>
 
 # %% 09.3 fake: no graph is kept, backward runs the stage again
-def __init__(self: StagePass, stage, x, finish, *more):
+def __init__(self: StagePass, stage, x, output_fn, *args):
     self.x, self.edge = x.detach().requires_grad_(x.is_floating_point()), None
-    self.again = lambda: finish(self.run(stage, *more))
+    self.again = lambda: output_fn(self.run(stage, *args))
     with torch.no_grad():
         self.out = self.again().detach()
 
@@ -218,13 +218,13 @@ p - 1 - rank => rank
 forward, *backward => *backward, forward
 
 # %% 09.4 fewer micro-batches than forwards ahead are not thought of
-ahead = min(ahead, len(forwards)) =>
+min(warmup_microbatches, len(forwards)) => warmup_microbatches
 
 # %% 09.4 a backward is one action
 *backward => backward[0]
 
 # %% 09.4 the last backwards are forgotten
-return forwards[:ahead] + steady + rest => return forwards[:ahead] + steady
+return forwards[:warmup] + steady + rest => return forwards[:warmup] + steady
 
 # %% 09.4 fake: AFAB
 [[Action("B", rank, i)] for i in range(m)], p - 1 - rank => [[Action("B", rank, i)] for i in range(m)], m
@@ -251,36 +251,36 @@ def mark(self: Progress, action: Action) -> None:
 def missing(self: Progress, action: Action) -> tuple[bool, int, int] | None:
 
 # %% 09.5 W needs nothing
-return None if self.backward[place] else (False, stage, micro_batch)
+return None if self.backward[index] else (False, stage, micro_batch)
 =>
 return None
 
 # %% 09.5 a backward does not look at its own forward
-if not self.forward[place]:
+if not self.forward[index]:
     return True, stage, micro_batch
 =>
 
 # %% 09.5 the stage after comes first
 def missing(self: Progress, action: Action) -> tuple[bool, int, int] | None:
     kind, stage, micro_batch = action
-    place = stage * self.m + micro_batch
+    index = stage * self.m + micro_batch
     if kind == "F":
-        return None if stage == 0 or self.forward[place - self.m] else (True, stage - 1, micro_batch)
+        return None if stage == 0 or self.forward[index - self.m] else (True, stage - 1, micro_batch)
     if kind == "W":
-        return None if self.backward[place] else (False, stage, micro_batch)
-    if stage < self.last and not self.backward[place + self.m]:
+        return None if self.backward[index] else (False, stage, micro_batch)
+    if stage < self.last and not self.backward[index + self.m]:
         return False, stage + 1, micro_batch
-    return None if self.forward[place] else (True, stage, micro_batch)
+    return None if self.forward[index] else (True, stage, micro_batch)
 
 # %% 09.5 the first stage looks before itself
 stage == 0 or self.forward => self.forward
 
 # %% 09.5 only B waits for the stage after, I for nothing
-return None if stage == self.last or self.backward[place + self.m] else (False, stage + 1, micro_batch)
+return None if stage == self.last or self.backward[index + self.m] else (False, stage + 1, micro_batch)
 =>
 return (
     None
-    if kind == "I" or stage == self.last or self.backward[place + self.m]
+    if kind == "I" or stage == self.last or self.backward[index + self.m]
     else (False, stage + 1, micro_batch)
 )
 
@@ -291,7 +291,7 @@ return (
 True, stage - 1 => "F", stage - 1
 
 # %% 09.5 a gradient passes backwards through stage - 1
-[place + self.m] else (False, stage + 1, micro_batch) => [place - self.m] else (False, stage - 1, micro_batch)
+[index + self.m] else (False, stage + 1, micro_batch) => [index - self.m] else (False, stage - 1, micro_batch)
 
 # %% 09.6 does not notice duplicates
 kind for kind, _ in done[stage, i] => {kind for kind, _ in done[stage, i]}
@@ -308,16 +308,16 @@ if len({rank for _, rank in done[stage, i]}) > 1:
 =>
 
 # %% 09.6 m is ignored
-m = found if m is None else m
+m = counted if m is None else m
 =>
-m = found
+m = counted
 
 # %% 09.6 looks only for as many as m says
-(max(m, found)) => (m)
+(max(m, counted)) => (m)
 if kinds not in ("BF", "FIW") or i >= m: => if kinds not in ("BF", "FIW"):
 
 # %% 09.6 looks only at what is there
-for stage, i in itertools.product(range(stages), range(max(m, found))):
+for stage, i in itertools.product(range(stages), range(max(m, counted))):
 =>
 for stage, i in list(done):
 
@@ -333,11 +333,11 @@ for _ in play(schedule):
 {"F": 1, "I": 0}.get(action.kind, -1) => 1 if action.kind == "F" else -1
 
 # %% 09.6 fake: counts forwards
-max(itertools.accumulate(each), default=0) => each.count(1)
+max(itertools.accumulate(row), default=0) => row.count(1)
 
 # %% 09.6 looks at rank 0 alone
 for kind, stage, micro_batch in actions: => for kind, stage, micro_batch in actions if rank == 0 else ():
-stages, found = (1 + max(pair[i] for pair in done) for i in (0, 1)) => found = 1 + max(i for _, i in done)
+stages, counted = (1 + max(pair[i] for pair in done) for i in (0, 1)) => counted = 1 + max(i for _, i in done)
 range(stages) => sorted({pair[0] for pair in done})
 
 # %% 09.6 a stage may be on one rank only
@@ -352,27 +352,27 @@ if (
 "I": 0} => "I": 0, "W": 0}
 
 # %% 09.7 ignores t_comm
-there = there if on[source] == rank else there + t_comm =>
+ready = ready if rank_of[source] == rank else ready + t_comm =>
 
 # %% 09.7 t_comm on the same rank too
-there if on[source] == rank else there + t_comm => there + t_comm
+ready if rank_of[source] == rank else ready + t_comm => ready + t_comm
 
 # %% 09.7 a rank computes nothing while its mail travels
-there = there if on[source] == rank else there + t_comm
-start = there if there > start else start
+ready = ready if rank_of[source] == rank else ready + t_comm
+start = ready if ready > start else start
 =>
-start = (there if there > start else start) + (0 if on[source] == rank else t_comm)
+start = (ready if ready > start else start) + (0 if rank_of[source] == rank else t_comm)
 
 # %% 09.7 nobody notes who did the forward
-on[place] = rank =>
+rank_of[index] = rank =>
 
 # %% 09.7 the rank need not be free
-start = there if there > start else start
+start = ready if ready > start else start
 =>
-start = there
+start = ready
 
 # %% 09.7 begins when the rank is free, whatever has come
-start = there if there > start else start
+start = ready if ready > start else start
 =>
 start = start
 
@@ -380,12 +380,12 @@ start = start
 m, ended_b => m, ended_f
 
 # %% 09.7 adds up instead of the later of the two
-there if there > start else start => start + there
+ready if ready > start else start => start + ready
 
 # %% 09.7 floating-point times
-start = there if there > start else start
+start = ready if ready > start else start
 =>
-start = float(max(start, there))
+start = float(max(start, ready))
 
 # %% 09.8 the bubble over the work
 micro_batches = 150
@@ -408,7 +408,7 @@ micro_batches = 135
 slower = 47 / 39 - 1
 
 # %% 09.9 fake: runs every schedule as AFAB
-def run(self: PipelineRunner, action: Action) -> None:
+def run(self: PipelineRunner, action: Action, step: Step) -> None:
 =>
 def __init__(self: PipelineRunner, stages, schedule, group=None, loss_of=None, dp_group=None):
     schedule = [sorted(actions, key=lambda action: "FBIW".index(action.kind)) for actions in schedule]
@@ -418,10 +418,10 @@ def __init__(self: PipelineRunner, stages, schedule, group=None, loss_of=None, d
     self.use(schedule)
 
 
-def run(self: PipelineRunner, action: Action) -> None:
+def run(self: PipelineRunner, action: Action, step: Step) -> None:
 
 # %% 09.9 fake: runs every schedule the naive way
-def run(self: PipelineRunner, action: Action) -> None:
+def run(self: PipelineRunner, action: Action, step: Step) -> None:
 =>
 def __init__(self: PipelineRunner, stages, schedule, group=None, loss_of=None, dp_group=None):
     from course_lib.pipeline.schedules import naive
@@ -433,10 +433,10 @@ def __init__(self: PipelineRunner, stages, schedule, group=None, loss_of=None, d
     self.use(schedule)
 
 
-def run(self: PipelineRunner, action: Action) -> None:
+def run(self: PipelineRunner, action: Action, step: Step) -> None:
 
 # %% 09.9 fake: right gradients, but every schedule is 1F1B
-def run(self: PipelineRunner, action: Action) -> None:
+def run(self: PipelineRunner, action: Action, step: Step) -> None:
 =>
 def __init__(self: PipelineRunner, stages, schedule, group=None, loss_of=None, dp_group=None):
     from course_lib.pipeline.schedules import one_f_one_b
@@ -448,12 +448,12 @@ def __init__(self: PipelineRunner, stages, schedule, group=None, loss_of=None, d
     self.use(schedule)
 
 
-def run(self: PipelineRunner, action: Action) -> None:
+def run(self: PipelineRunner, action: Action, step: Step) -> None:
 
 # %% 09.9 one micro-batch's gradient is lost
-done = self.passes[key] if kind == "I" else self.passes.pop(key)
+done = step.passes[key] if kind == "I" else step.passes.pop(key)
 =>
-done = self.passes[key] if kind == "I" else self.passes.pop(key)
+done = step.passes[key] if kind == "I" else step.passes.pop(key)
 if micro_batch == self.m - 1:
     before = [None if w.grad is None else w.grad.clone() for w in self.stages[str(stage)].parameters()]
 ---
@@ -468,29 +468,29 @@ if micro_batch == self.m - 1:
 micro_batch, gradient => micro_batch, gradient * (micro_batch != 1)
 
 # %% 09.9 the mean over micro-batches a second time
-(self.loss) if => (self.loss) / self.m if
+(step.loss) if => (step.loss) / self.m if
 
 # %% 09.9 the loss is that of the last micro-batch
-self.loss += done.out => self.loss = done.out
+step.loss += done.out => step.loss = done.out
 
 # %% 09.9 always the first micro-batch's tokens
-self.inputs[micro_batch] => self.inputs[0]
+step.inputs[micro_batch] => step.inputs[0]
 
 # %% 09.9 outputs are kept
 done.out = None =>
 
 # %% 09.9 passes are kept after their backward
-else self.passes.pop(key) => else self.passes[key]
+else step.passes.pop(key) => else step.passes[key]
 
 # %% 09.9 graphs are kept
 kept_graphs = []
 
 
-def run(self: PipelineRunner, action: Action) -> None:
+def run(self: PipelineRunner, action: Action, step: Step) -> None:
     kind, stage, micro_batch = action
     key, last = (stage, micro_batch), stage == self.last
     if kind == "F":
-        x = self.inputs[micro_batch] if stage == 0 else self.p2p.wait_recv("F", *key)
+        x = step.inputs[micro_batch] if stage == 0 else step.p2p.wait_recv("F", *key)
         make = SplitPass if key in self.split else StagePass
 
         class Keeps(make):
@@ -499,24 +499,24 @@ def run(self: PipelineRunner, action: Action) -> None:
                 kept_graphs.append(self.kept)
                 return found
 
-        with self.autocast:
-            done = self.passes[key] = Keeps(self.stages[str(stage)], x, self.finish(*key), *self.more[micro_batch])
+        with step.autocast:
+            done = step.passes[key] = Keeps(self.stages[str(stage)], x, self.output_fn(step, *key), *step.args[micro_batch])
         if last:
-            self.loss += done.out
+            step.loss += done.out
         else:
-            self.p2p.post_send("F", stage + 1, micro_batch, done.out)
+            step.p2p.post_send("F", stage + 1, micro_batch, done.out)
         done.out = None
     elif kind == "W":
-        self.passes.pop(key).weight_gradients()
+        step.passes.pop(key).weight_gradients()
     else:
-        gradient = torch.ones_like(self.loss) if last else self.p2p.wait_recv("B", *key)
-        done = self.passes[key] if kind == "I" else self.passes.pop(key)
+        gradient = torch.ones_like(step.loss) if last else step.p2p.wait_recv("B", *key)
+        done = step.passes[key] if kind == "I" else step.passes.pop(key)
         gradient = done.input_gradient(gradient) if kind == "I" else done.backward(gradient)
         if stage > 0:
-            self.p2p.post_send("B", stage - 1, micro_batch, gradient)
+            step.p2p.post_send("B", stage - 1, micro_batch, gradient)
 
 # %% 09.9 W inside I
-self.passes.pop(key).weight_gradients() => self.passes.pop(key)
+step.passes.pop(key).weight_gradients() => step.passes.pop(key)
 ---
 gradient = done.input_gradient(gradient) if kind == "I" else done.backward(gradient)
 =>
@@ -534,54 +534,54 @@ make = SplitPass if key in self.split else StagePass
 =>
 make = StagePass
 ---
-self.passes.pop(key).weight_gradients() => self.passes.pop(key)
+step.passes.pop(key).weight_gradients() => step.passes.pop(key)
 done.input_gradient(gradient) if kind == "I" else done.backward => done.backward
 
 # %% 09.9 the stage runs outside of autocast
-with self.autocast:
+with step.autocast:
 =>
 if True:
 
 # %% 09.9 hangs: all ranks meet after each action
-def run(self: PipelineRunner, action: Action) -> None:
+def run(self: PipelineRunner, action: Action, step: Step) -> None:
     kind, stage, micro_batch = action
     key, last = (stage, micro_batch), stage == self.last
     if kind == "F":
-        x = self.inputs[micro_batch] if stage == 0 else self.p2p.wait_recv("F", *key)
+        x = step.inputs[micro_batch] if stage == 0 else step.p2p.wait_recv("F", *key)
         make = SplitPass if key in self.split else StagePass
-        with self.autocast:
-            done = self.passes[key] = make(self.stages[str(stage)], x, self.finish(*key), *self.more[micro_batch])
+        with step.autocast:
+            done = step.passes[key] = make(self.stages[str(stage)], x, self.output_fn(step, *key), *step.args[micro_batch])
         if last:
-            self.loss += done.out
+            step.loss += done.out
         else:
-            self.p2p.post_send("F", stage + 1, micro_batch, done.out)
+            step.p2p.post_send("F", stage + 1, micro_batch, done.out)
         done.out = None
     elif kind == "W":
-        self.passes.pop(key).weight_gradients()
+        step.passes.pop(key).weight_gradients()
     else:
-        gradient = torch.ones_like(self.loss) if last else self.p2p.wait_recv("B", *key)
-        done = self.passes[key] if kind == "I" else self.passes.pop(key)
+        gradient = torch.ones_like(step.loss) if last else step.p2p.wait_recv("B", *key)
+        done = step.passes[key] if kind == "I" else step.passes.pop(key)
         gradient = done.input_gradient(gradient) if kind == "I" else done.backward(gradient)
         if stage > 0:
-            self.p2p.post_send("B", stage - 1, micro_batch, gradient)
+            step.p2p.post_send("B", stage - 1, micro_batch, gradient)
     dist.barrier()
 
 # %% 09.9 fake: no graphs, the forward again before each backward
 done.out = None => done.out = done.edge = None
 ---
-done = self.passes[key] if kind == "I" else self.passes.pop(key)
+done = step.passes[key] if kind == "I" else step.passes.pop(key)
 =>
-done = self.passes[key] if kind == "I" else self.passes.pop(key)
-done = (SplitPass if kind == "I" else StagePass)(self.stages[str(stage)], done.x, self.finish(*key))
+done = step.passes[key] if kind == "I" else step.passes.pop(key)
+done = (SplitPass if kind == "I" else StagePass)(self.stages[str(stage)], done.x, self.output_fn(step, *key))
 done.out = None
 if kind == "I":
-    self.passes[key] = done
+    step.passes[key] = done
 
 # %% 09.9 positions get lost
-self.finish(*key), *self.more[micro_batch]) => self.finish(*key))
+self.output_fn(step, *key), *step.args[micro_batch]) => self.output_fn(step, *key))
 
 # %% 09.9 always the first micro-batch's positions
-self.more[micro_batch] => self.more[0]
+step.args[micro_batch] => step.args[0]
 
 # %% 09.10 breadth first, whatever run says
 m, run => m, m
@@ -678,163 +678,163 @@ gradient @ weight.to(gradient.dtype) if => gradient.to(weight.dtype) @ weight if
 # %% 09.12 writes .grad, so that no hook fires
 @torch.no_grad()
 def weight_gradients(self: SplitPass) -> None:
-    while self.laters:
-        later = self.laters.pop()
-        found = later.run()
-        for i, (edge, _) in later.edges.items():
+    while self.deferred:
+        deferred = self.deferred.pop()
+        found = deferred.run()
+        for i, (edge, _) in deferred.edges.items():
             if found[i] is not None:
                 torch.autograd.backward([edge], [found[i]], retain_graph=True)
-    for weight, stand_in in zip(self.weights, self.stand_ins, strict=True):
-        if stand_in.grad is not None:
-            weight.grad = stand_in.grad if weight.grad is None else weight.grad + stand_in.grad
+    for weight, proxy in zip(self.weights, self.proxies, strict=True):
+        if proxy.grad is not None:
+            weight.grad = proxy.grad if weight.grad is None else weight.grad + proxy.grad
 
 # %% 09.12 hooks fire twice
 @torch.no_grad()
 def weight_gradients(self: SplitPass) -> None:
-    while self.laters:
-        later = self.laters.pop()
-        found = later.run()
-        for i, (edge, _) in later.edges.items():
+    while self.deferred:
+        deferred = self.deferred.pop()
+        found = deferred.run()
+        for i, (edge, _) in deferred.edges.items():
             if found[i] is not None:
                 torch.autograd.backward([edge], [found[i]], retain_graph=True)
-    for weight, stand_in in zip(self.weights, self.stand_ins, strict=True):
-        if stand_in.grad is not None:
-            half = stand_in.grad / 2
+    for weight, proxy in zip(self.weights, self.proxies, strict=True):
+        if proxy.grad is not None:
+            half = proxy.grad / 2
             torch.autograd.backward([weight], [half])
             torch.autograd.backward([weight], [half])
 
 # %% 09.12 a hook for every use of a weight
 @torch.no_grad()
 def weight_gradients(self: SplitPass) -> None:
-    while self.laters:
-        later = self.laters.pop()
-        found = later.run()
-        for i, (edge, _) in later.edges.items():
+    while self.deferred:
+        deferred = self.deferred.pop()
+        found = deferred.run()
+        for i, (edge, _) in deferred.edges.items():
             if found[i] is not None:
-                whose = dict(zip(self.stand_ins, self.weights))
+                whose = dict(zip(self.proxies, self.weights))
                 whole = type(edge.node).__name__ == "AccumulateGrad"
                 target = whose[edge.node.variable] if whole else edge
                 torch.autograd.backward([target], [found[i]], retain_graph=True)
-    for weight, stand_in in zip(self.weights, self.stand_ins, strict=True):
-        if stand_in.grad is not None:
-            torch.autograd.backward([weight], [stand_in.grad])
+    for weight, proxy in zip(self.weights, self.proxies, strict=True):
+        if proxy.grad is not None:
+            torch.autograd.backward([weight], [proxy.grad])
 
 # %% 09.12 the weight's gradient is replaced
 @torch.no_grad()
 def weight_gradients(self: SplitPass) -> None:
-    while self.laters:
-        later = self.laters.pop()
-        found = later.run()
-        for i, (edge, _) in later.edges.items():
+    while self.deferred:
+        deferred = self.deferred.pop()
+        found = deferred.run()
+        for i, (edge, _) in deferred.edges.items():
             if found[i] is not None:
                 torch.autograd.backward([edge], [found[i]], retain_graph=True)
-    for weight, stand_in in zip(self.weights, self.stand_ins, strict=True):
-        if stand_in.grad is not None:
+    for weight, proxy in zip(self.weights, self.proxies, strict=True):
+        if proxy.grad is not None:
             weight.grad = None
-            torch.autograd.backward([weight], [stand_in.grad])
+            torch.autograd.backward([weight], [proxy.grad])
 
-# %% 09.12 keeps the laters
+# %% 09.12 keeps what is deferred
 @torch.no_grad()
 def weight_gradients(self: SplitPass) -> None:
-    for later in self.laters:
-        found = later.run()
-        for i, (edge, _) in later.edges.items():
+    for deferred in self.deferred:
+        found = deferred.run()
+        for i, (edge, _) in deferred.edges.items():
             if found[i] is not None:
                 torch.autograd.backward([edge], [found[i]], retain_graph=True)
-    for weight, stand_in in zip(self.weights, self.stand_ins, strict=True):
-        if stand_in.grad is not None:
-            torch.autograd.backward([weight], [stand_in.grad])
+    for weight, proxy in zip(self.weights, self.proxies, strict=True):
+        if proxy.grad is not None:
+            torch.autograd.backward([weight], [proxy.grad])
 
 # %% 09.12 of a weight that is used twice only one use counts
 @torch.no_grad()
 def weight_gradients(self: SplitPass) -> None:
-    while self.laters:
-        later = self.laters.pop()
-        found = later.run()
-        for i, (edge, _) in later.edges.items():
+    while self.deferred:
+        deferred = self.deferred.pop()
+        found = deferred.run()
+        for i, (edge, _) in deferred.edges.items():
             if found[i] is not None:
-                for _, stand_in in [later.edges[i]]:
-                    stand_in.grad = None
+                for _, proxy in [deferred.edges[i]]:
+                    proxy.grad = None
                 torch.autograd.backward([edge], [found[i]], retain_graph=True)
-    for weight, stand_in in zip(self.weights, self.stand_ins, strict=True):
-        if stand_in.grad is not None:
-            torch.autograd.backward([weight], [stand_in.grad])
+    for weight, proxy in zip(self.weights, self.proxies, strict=True):
+        if proxy.grad is not None:
+            torch.autograd.backward([weight], [proxy.grad])
 
 # %% 09.12 norms and biases are forgotten
 @torch.no_grad()
 def weight_gradients(self: SplitPass) -> None:
-    while self.laters:
-        later = self.laters.pop()
-        found = later.run()
+    while self.deferred:
+        deferred = self.deferred.pop()
+        found = deferred.run()
         done = set()
-        for i, (edge, behind) in later.edges.items():
+        for i, (edge, behind) in deferred.edges.items():
             done.add(behind)
             if found[i] is not None:
                 torch.autograd.backward([edge], [found[i]], retain_graph=True)
-    for weight, stand_in in zip(self.weights, self.stand_ins, strict=True):
-        if stand_in.grad is not None and stand_in.dim() > 1:
-            torch.autograd.backward([weight], [stand_in.grad])
+    for weight, proxy in zip(self.weights, self.proxies, strict=True):
+        if proxy.grad is not None and proxy.dim() > 1:
+            torch.autograd.backward([weight], [proxy.grad])
 
 # %% 09.12 straight to the weight, past casts and transposes
 @torch.no_grad()
 def weight_gradients(self: SplitPass) -> None:
-    while self.laters:
-        later = self.laters.pop()
-        found = later.run()
-        for i, (_, behind) in later.edges.items():
+    while self.deferred:
+        deferred = self.deferred.pop()
+        found = deferred.run()
+        for i, (_, behind) in deferred.edges.items():
             if found[i] is not None:
                 torch.autograd.backward([behind], [found[i]])
-    for weight, stand_in in zip(self.weights, self.stand_ins, strict=True):
-        if stand_in.grad is not None:
-            torch.autograd.backward([weight], [stand_in.grad])
+    for weight, proxy in zip(self.weights, self.proxies, strict=True):
+        if proxy.grad is not None:
+            torch.autograd.backward([weight], [proxy.grad])
 
 # %% 09.12 only the first weight of each Function
 @torch.no_grad()
 def weight_gradients(self: SplitPass) -> None:
-    while self.laters:
-        later = self.laters.pop()
-        found = later.run()
-        for i, (edge, _) in list(later.edges.items())[:1]:
+    while self.deferred:
+        deferred = self.deferred.pop()
+        found = deferred.run()
+        for i, (edge, _) in list(deferred.edges.items())[:1]:
             if found[i] is not None:
                 torch.autograd.backward([edge], [found[i]], retain_graph=True)
-    for weight, stand_in in zip(self.weights, self.stand_ins, strict=True):
-        if stand_in.grad is not None:
-            torch.autograd.backward([weight], [stand_in.grad])
+    for weight, proxy in zip(self.weights, self.proxies, strict=True):
+        if proxy.grad is not None:
+            torch.autograd.backward([weight], [proxy.grad])
 
 # %% 09.12 unused weights get zeros
 @torch.no_grad()
 def weight_gradients(self: SplitPass) -> None:
-    while self.laters:
-        later = self.laters.pop()
-        found = later.run()
-        for i, (edge, _) in later.edges.items():
+    while self.deferred:
+        deferred = self.deferred.pop()
+        found = deferred.run()
+        for i, (edge, _) in deferred.edges.items():
             if found[i] is not None:
                 torch.autograd.backward([edge], [found[i]], retain_graph=True)
-    for weight, stand_in in zip(self.weights, self.stand_ins, strict=True):
-        gradient = torch.zeros_like(weight) if stand_in.grad is None else stand_in.grad
+    for weight, proxy in zip(self.weights, self.proxies, strict=True):
+        gradient = torch.zeros_like(weight) if proxy.grad is None else proxy.grad
         torch.autograd.backward([weight], [gradient])
 
 # %% 09.12 fake: W inside I
 def input_gradient(self: SplitPass, gradient):
     if self.edge is not None:
-        with AskedProducts():
-            torch.autograd.backward([self.edge], [gradient], inputs=self.leaves)
-    self.edge, self.leaves, self.x.grad, gradient = None, (), None, self.x.grad
+        with SelectiveMatmuls():
+            torch.autograd.backward([self.edge], [gradient], inputs=self.defer_weight_grads(self.edge.node))
+    self.edge, self.x.grad, gradient = None, None, self.x.grad
     with torch.no_grad():
         self.all_of_w()
     return gradient
 
 
 def all_of_w(self: SplitPass):
-    while self.laters:
-        later = self.laters.pop()
-        found = later.run()
-        for i, (edge, _) in later.edges.items():
+    while self.deferred:
+        deferred = self.deferred.pop()
+        found = deferred.run()
+        for i, (edge, _) in deferred.edges.items():
             if found[i] is not None:
                 torch.autograd.backward([edge], [found[i]], retain_graph=True)
-    for weight, stand_in in zip(self.weights, self.stand_ins, strict=True):
-        if stand_in.grad is not None:
-            torch.autograd.backward([weight], [stand_in.grad])
+    for weight, proxy in zip(self.weights, self.proxies, strict=True):
+        if proxy.grad is not None:
+            torch.autograd.backward([weight], [proxy.grad])
 
 
 @torch.no_grad()
@@ -844,38 +844,38 @@ def weight_gradients(self: SplitPass) -> None:
 # %% 09.12 fake: all products inside I, handed out in W
 def input_gradient(self: SplitPass, gradient):
     if self.edge is not None:
-        with AskedProducts():
-            torch.autograd.backward([self.edge], [gradient], inputs=self.leaves)
-    self.edge, self.leaves, self.x.grad, gradient = None, (), None, self.x.grad
+        with SelectiveMatmuls():
+            torch.autograd.backward([self.edge], [gradient], inputs=self.defer_weight_grads(self.edge.node))
+    self.edge, self.x.grad, gradient = None, None, self.x.grad
     with torch.no_grad():
         self.all_products()
     return gradient
 
 
 def all_products(self: SplitPass):
-    while self.laters:
-        later = self.laters.pop()
-        found = later.run()
-        for i, (edge, _) in later.edges.items():
+    while self.deferred:
+        deferred = self.deferred.pop()
+        found = deferred.run()
+        for i, (edge, _) in deferred.edges.items():
             if found[i] is not None:
                 torch.autograd.backward([edge], [found[i]], retain_graph=True)
 
 
 @torch.no_grad()
 def weight_gradients(self: SplitPass) -> None:
-    for weight, stand_in in zip(self.weights, self.stand_ins, strict=True):
-        if stand_in.grad is not None:
-            torch.autograd.backward([weight], [stand_in.grad])
+    for weight, proxy in zip(self.weights, self.proxies, strict=True):
+        if proxy.grad is not None:
+            torch.autograd.backward([weight], [proxy.grad])
 
 # %% 09.12 fake: the whole backward again
-def __init__(self: SplitPass, stage, x, finish, *more):
-    self.laters = []
+def __init__(self: SplitPass, stage, x, output_fn, *args):
+    self.deferred = []
     self.weights = [weight for weight in stage.parameters() if weight.requires_grad]
-    super().__init__(stage, x, finish, *more)
+    super().__init__(stage, x, output_fn, *args)
 
 
-def run(self: SplitPass, stage, *more):
-    return super().run(stage, *more)
+def run(self: SplitPass, stage, *args):
+    return super().run(stage, *args)
 
 
 def input_gradient(self: SplitPass, gradient):
@@ -892,27 +892,27 @@ def weight_gradients(self: SplitPass):
 # %% 09.12 the graph behind an edge is freed by the first use
 @torch.no_grad()
 def weight_gradients(self: SplitPass) -> None:
-    while self.laters:
-        later = self.laters.pop()
-        found = later.run()
-        for i, (edge, _) in later.edges.items():
+    while self.deferred:
+        deferred = self.deferred.pop()
+        found = deferred.run()
+        for i, (edge, _) in deferred.edges.items():
             if found[i] is not None:
                 torch.autograd.backward([edge], [found[i]])
-    for weight, stand_in in zip(self.weights, self.stand_ins, strict=True):
-        if stand_in.grad is not None:
-            torch.autograd.backward([weight], [stand_in.grad])
+    for weight, proxy in zip(self.weights, self.proxies, strict=True):
+        if proxy.grad is not None:
+            torch.autograd.backward([weight], [proxy.grad])
 
 # %% 09.12 hands None on
 @torch.no_grad()
 def weight_gradients(self: SplitPass) -> None:
-    while self.laters:
-        later = self.laters.pop()
-        found = later.run()
-        for i, (edge, _) in later.edges.items():
+    while self.deferred:
+        deferred = self.deferred.pop()
+        found = deferred.run()
+        for i, (edge, _) in deferred.edges.items():
             torch.autograd.backward([edge], [found[i]], retain_graph=True)
-    for weight, stand_in in zip(self.weights, self.stand_ins, strict=True):
-        if stand_in.grad is not None:
-            torch.autograd.backward([weight], [stand_in.grad])
+    for weight, proxy in zip(self.weights, self.proxies, strict=True):
+        if proxy.grad is not None:
+            torch.autograd.backward([weight], [proxy.grad])
 
 # %% 09.13 fake: each W right after its I
 late = k * rank => late = 0
@@ -985,7 +985,7 @@ max(self.free[rank], time) => time
 math.inf => self.free[rank]
 
 # %% 09.14 the gap counts from 0
-(found.values(), default=math.inf) - self.free[rank] => (found.values(), default=math.inf)
+(starts.values(), default=math.inf) - self.free[rank] => (starts.values(), default=math.inf)
 
 # %% 09.14 a gap of nothing is a gap
 wait > 0 and wait >= => wait >=
@@ -1072,23 +1072,21 @@ def pipeline_ratio(hidden: int, layers: float, bandwidth: float, peak: float, nu
     return 32 * hidden * layers * bandwidth / (number_bytes * peak)
 
 # %% 09.3 the stage is called past run
-out = finish(self.run(stage, *more)) => out = finish(stage(self.x, *more))
+out = output_fn(self.run(stage, *args)) => out = output_fn(stage(self.x, *args))
 
 # %% 09.3 a name of its own for the edge
 self.out, self.edge = out.detach(), => self.out, self.place = out.detach(),
 ---
 if self.edge is not None:  # else everything up to here is frozen
     torch.autograd.backward([self.edge], [gradient])
-self.edge, self.x.grad, gradient = None, None, self.x.grad
+self.edge = None
 =>
 if self.place is not None:
     torch.autograd.backward([self.place], [gradient])
-self.place, self.x.grad, gradient = None, None, self.x.grad
+self.place = None
 
 # %% 09.3 the gradient of x is kept
-self.edge, self.x.grad, gradient = None, None, self.x.grad
-=>
-self.edge, gradient = None, self.x.grad
+grad_x, self.x.grad = self.x.grad, None => grad_x = self.x.grad
 
 # %% 09.3 an output that needs no gradient is not thought of
 if self.edge is not None: => if True:

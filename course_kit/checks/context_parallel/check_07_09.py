@@ -45,7 +45,7 @@ def judge(rank: int, n: int, order: str, causal: bool, report: Forward) -> None:
         "of k and v together"
     )
     after, peers = rank // n * n + (rank + 1) % n, {r.peer for r in bytes_sent.records}
-    assert peers == {after}, f"{where}: sends to {sorted(peers)}, and rank {after} comes next"
+    assert peers == {after}, f"{where}: sends to {sorted(map(str, peers))}, and rank {after} comes next"
     made, wanted = total(report.events, "attention"), scores_of(rank % n, n, order, SEQ, causal)
     assert made == wanted, f"{where}: {made} scores made, {wanted} are visible: each once, and no others"
     names = [word for word, _ in report.events if "exchange" in word or word == "attention"]

@@ -52,16 +52,16 @@ def check() -> None:
 class Doubled(stages.StagePass):
     """A pass with a `run` of its own, as SplitPass has."""
 
-    def run(self, stage: nn.Module, *extra) -> torch.Tensor:
-        return 2 * super().run(stage, *extra)
+    def run(self, stage: nn.Module, *args) -> torch.Tensor:
+        return 2 * super().run(stage, *args)
 
 
 def check_for_split_passes() -> None:
-    """Assert what SplitPass of section 8, which inherits from StagePass, counts on: `run`, `more` and `edge`."""
+    """Assert what SplitPass of section 8, which inherits from StagePass, counts on: `run`, `args` and `edge`."""
     stage: Any = lambda x, y: x * y  # noqa: E731  # a pass calls its stage, whatever it is
     passed = Doubled(stage, torch.full((3,), 5.0), lambda out: out + 1, torch.full((3,), 7.0))
     assert passed.out.tolist() == [71.0] * 3, (
-        "finish is given what self.run(stage, *more) returns: SplitPass has a `run` of its own"
+        "output_fn is given what self.run(stage, *args) returns: SplitPass has a `run` of its own"
     )
     assert getattr(passed, "edge", None) is not None, "keep the edge of the output's graph in self.edge"
     frozen = stages.StagePass(nn.Identity(), torch.ones(2, dtype=torch.int64), lambda out: out)

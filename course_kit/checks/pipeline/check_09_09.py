@@ -73,8 +73,8 @@ def check() -> None:
         check_same(one_f_one_b(4, 6), "one_f_one_b, m = 6", 6)
         check_same(halves, "B as I and W, rank 3's W's last", 5)
         inside, given = zip(*shared(4)(seen), strict=True)
-    assert all(inside), "with dtype=torch.bfloat16 a stage runs outside of `self.autocast`"
+    assert all(inside), "with dtype=torch.bfloat16 a stage runs outside of `step.autocast`"
     wrong = [each for each in given if each != [[[0]], [[1]]]]
     assert not wrong, (
-        f"for two micro-batches a stage gets positions {wrong[0]}, not [[[0]], [[1]]]: pass on self.more[micro_batch]"
+        f"for two micro-batches a stage gets positions {wrong[0]}, not [[[0]], [[1]]]: pass on step.args[micro_batch]"
     )

@@ -73,7 +73,7 @@ def check() -> None:
     done = split_backward.SplitPass(middle, x, lambda out: out.square())
     done.input_gradient(torch.ones_like(done.out))
     done.weight_gradients()
-    assert not done.laters, "after W nothing should be kept: `laters` holds activations"
+    assert not done.deferred, "after W nothing should be kept: `deferred` holds activations"
     for each, weight in middle.named_parameters():
         off = relative_error(weight.grad, 2 * first[each])
         assert off < 1e-6, f"a second micro-batch should be added: gradient of {each}"

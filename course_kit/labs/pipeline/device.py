@@ -11,7 +11,8 @@ from torch import nn
 from course_kit.labs.pipeline.models import common_zero
 from course_kit.ranks import Ranks
 from course_lib.pipeline import simulation
-from course_lib.pipeline.runner import PipelineRunner
+from course_lib.pipeline.actions import Action
+from course_lib.pipeline.runner import PipelineRunner, Step
 from course_lib.pipeline.schedules import Schedule
 
 Span = tuple[str, int, int, float, float]  # kind, stage, micro-batch, start, end; in ms
@@ -56,12 +57,12 @@ class Timed(PipelineRunner):
         super().__init__(*args, **kwargs)
         self.spans: list[Span] = []
 
-    def run(self, action) -> None:
-        wait_recv, key = self.p2p.wait_recv, ("F" if action.kind == "F" else "B", *action[1:])
-        if key in self.p2p.arriving:  # wait here, outside of the noted time
-            self.p2p.arriving[key] = None, wait_recv(*key)
+    def run(self, action: Action, step: Step) -> None:
+        wait_recv, key = step.p2p.wait_recv, ("F" if action.kind == "F" else "B", *action[1:])
+        if key in step.p2p.incoming:  # wait here, outside of the time that is noted
+            step.p2p.incoming[key] = None, wait_recv(*key)
         start = time.time()
-        super().run(action)
+        super().run(action, step)
         self.spans.append((*action, start, time.time()))
 
 

@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from course_kit.ranks import Ranks
 from course_kit.typed import grad_of
-from course_lib.pipeline.runner import PipelineRunner
+from course_lib.pipeline.actions import Action
+from course_lib.pipeline.runner import PipelineRunner, Step
 from course_lib.pipeline.schedules import one_f_one_b
 from course_lib.pipeline.stages import split_stages
 from course_lib.single_gpu.data import ByteTokenizer, TokenBatches, corpus
@@ -23,10 +24,10 @@ Tensors = dict[str, torch.Tensor]
 class Lost(PipelineRunner):
     """A runner that loses the weights' gradient of micro-batch 2 on rank 2."""
 
-    def run(self, action) -> None:
+    def run(self, action: Action, step: Step) -> None:
         lost = dist.get_rank(self.group) == 2 and action.kind == "B" and action.micro_batch == 2
         before = {w: None if w.grad is None else w.grad.clone() for w in self.stages.parameters()} if lost else {}
-        super().run(action)
+        super().run(action, step)
         for weight, gradient in before.items():
             weight.grad = gradient
 
@@ -34,17 +35,17 @@ class Lost(PipelineRunner):
 class Cut(PipelineRunner):
     """A runner that sends zeros for micro-batch 2 on rank 2."""
 
-    def run(self, action) -> None:
-        super().run(action)
+    def run(self, action: Action, step: Step) -> None:
+        super().run(action, step)
         if dist.get_rank(self.group) == 2 and action.kind == "B" and action.micro_batch == 2:
-            self.p2p.leaving["B", 1, 2].zero_()
+            step.p2p.outgoing["B", 1, 2].zero_()
 
 
 class Scaled(PipelineRunner):
     """A runner that divides by the number of micro-batches a second time on rank 3."""
 
-    def run(self, action) -> None:
-        super().run(action)
+    def run(self, action: Action, step: Step) -> None:
+        super().run(action, step)
         if dist.get_rank(self.group) == 3 and action == self.actions[-1]:
             for weight in self.stages.parameters():
                 grad_of(weight).div_(self.m)

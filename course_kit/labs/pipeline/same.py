@@ -84,16 +84,17 @@ def probed(schedule: Schedule) -> tuple[list[tuple[str, int]], int, int, int]:
     inputs, targets = torch.randn(m, 4), torch.randn(m, 4)
     pipeline.step(inputs, targets, tokens=1)
     log.events, log.peak = [], 0
-    run, outputs = pipeline.run, 0
+    run, outputs, left = pipeline.run, 0, 0
 
-    def watched(action: Action) -> None:
-        nonlocal outputs
-        run(action)
-        outputs += sum(each.out is not None for each in pipeline.passes.values())
+    def watched(action: Action, step: runner.Step) -> None:
+        nonlocal outputs, left
+        run(action, step)
+        outputs += sum(each.out is not None for each in step.passes.values())
+        left = len(step.passes)
 
     with mock.patch.object(pipeline, "run", watched):
         pipeline.step(inputs, targets, tokens=1)
-    return log.events, log.peak, outputs, len(pipeline.passes)
+    return log.events, log.peak, outputs, left
 
 
 def open_passes(actions: list) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import nn
@@ -39,7 +40,7 @@ def keep_gradients(model: nn.Module) -> list[torch.Tensor]:
 
 def keep_checkpoints(model: nn.Module) -> list[torch.Tensor]:
     """Keep the inputs of the blocks in one buffer, and return it."""
-    return [ContiguousCheckpoints(model, tokens=4096).buffer]
+    return [ContiguousCheckpoints(cast(Transformer, model), tokens=4096).buffer]
 
 
 def keep_both(model: nn.Module) -> list[torch.Tensor]:
