@@ -1,14 +1,14 @@
-# Everything a learner or an author does, in one word each. Works with make 3.81 (macOS) and in a path with spaces.
+# One-word commands for learners and authors. Works with make 3.81 (macOS) and in a path with spaces.
 PYTHON ?= python3
 export PYTHON CPU TORCH
-# Where this is set, each of a thousand processes compiles the course's modules anew.
+# If this is set, each of a thousand processes recompiles the course's modules.
 unexport PYTHONDONTWRITEBYTECODE
 # Terminals, `!commands` and kernels find the environment's programs.
 RUN := PATH="$$PWD/.venv/bin:$$PATH" .venv/bin/python
-# Every notebook, or those whose name starts with NB: make render NB=01
+# All notebooks, or the notebooks whose names start with NB: make render NB=01
 NOTEBOOKS = notebooks/$(NB)*.ipynb
 WELCOME = 00_welcome.md
-# One worker more than there are cores, 8 at most: while some wait for processes, others work.
+# One worker more than there are cores, at most 8: while some wait for processes, others work.
 WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 8 ? cores + 1 : 8)))
 
 .PHONY: help own-venv lab doctor test nightly lint export workbook render bench gpu gpu-record bench-planner solution progress cheatsheet site course
@@ -16,7 +16,7 @@ WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 8 ? cor
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' Makefile
 
-# The set-up runs again only when what is to be installed has changed.
+# Setup runs again only when the packages to install have changed.
 .venv/installed-lab: pyproject.toml constraints.txt | own-venv
 	@bash scripts/setup.sh ".[lab]" && touch $@
 
@@ -26,13 +26,13 @@ help: ## list these commands
 .venv/installed-test: pyproject.toml constraints.txt | own-venv
 	@bash scripts/setup.sh ".[test]" && touch $@ .venv/installed-lab .venv/installed-site
 
-# An environment that another clone made, and that is shared by a link, would run that clone's library.
+# An environment created by another clone and shared through a link would run that clone's library.
 own-venv:
 	@bash scripts/setup.sh whose
 
-# Jupyter refuses to run as root unless told so. Containers on rented GPUs are root, and the server keeps its token and
-# listens to this machine alone, so it is told so. scripts/lab/ has this server's defaults: no news, no menus of nbgrader.
-# A learner's own settings stand above them. The first time, the welcome page is open.
+# Jupyter refuses to run as root unless it is allowed to. Containers on rented GPUs run as root; since the server keeps its
+# token and listens only to this machine, we allow it. scripts/lab/ has this server's defaults: no news, no nbgrader menus.
+# A learner's own settings override them. The first start opens the welcome page.
 lab: .venv/installed-lab ## set up and open JupyterLab on workbook/ (PYTHON=python3.12, CPU=1, LAB_ARGS="--no-browser --port 8899")
 	@first=$$([ -e workbook/$(WELCOME) ] || echo --LabApp.default_url=/lab/tree/$(WELCOME)); \
 	$(RUN) scripts/make_workbook.py --missing && \
@@ -40,18 +40,18 @@ lab: .venv/installed-lab ## set up and open JupyterLab on workbook/ (PYTHON=pyth
 	$(RUN) -m jupyterlab --ServerApp.root_dir=workbook --LabApp.app_settings_dir="$$PWD/scripts/lab" --log-level=ERROR \
 		$$first $$([ "$$(id -u)" != 0 ] || echo --allow-root) $(LAB_ARGS)
 
-# Before there is an environment, any Python 3 will do.
-doctor: ## say what this machine has, and what will not work here and why
+# Before the environment exists, any Python 3 works.
+doctor: ## report what this machine has, what will not work here, and why
 	@python=.venv/bin/python; $$python -c "" 2>/dev/null || python="$(PYTHON)"; \
 	command -v "$$python" >/dev/null || { echo "doctor: there is no $$python: install Python 3.11, 3.12 or 3.13" >&2; exit 2; }; \
 	PATH="$$PWD/.venv/bin:$$PATH" "$$python" scripts/doctor.py
 
-# The quick checks come first, but nothing hides what comes after it: one run shows everything that is wrong. Tests and
-# notebooks share one pytest, so that its closing line speaks for both. One thread a process: where processes outnumber
-# cores, OpenMP's threads spin for one another (notebook 01 on two busy cores: 35 s with one thread, 70 to 210 with two).
-# glibc keeps the memory of tensors that are gone (up to 1 GiB), and does not give it back to Linux and take it anew, page
-# by page, a moment later (notebook 10: 181 CPU-seconds for 189).
-test: .venv/installed-test ## set up and run what CI runs: lint, the export check, tests, notebooks (K=zero: one notebook's; WORKERS=1)
+# The quick checks run first, but a failure does not stop later ones: one run shows all errors. Tests and notebooks share
+# one pytest run, so that its summary covers both. One thread per process: if processes outnumber cores, OpenMP's threads
+# spin-wait for one another (notebook 01 on two busy cores: 35 s with one thread, 70 to 210 with two). glibc keeps the
+# memory of freed tensors (up to 1 GiB) instead of returning it to Linux and requesting it again page by page
+# (notebook 10: 181 CPU-seconds instead of 189).
+test: .venv/installed-test ## set up and run what CI runs: lint, the export check, tests, notebooks (K=zero: one notebook; WORKERS=1)
 	@status=0; \
 	$(MAKE) --no-print-directory lint || status=1; \
 	OMP_NUM_THREADS=1 MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=1073741824 \
@@ -70,29 +70,29 @@ lint: .venv/installed-test ## check style, format, types, layers and exports, in
 	echo "Export check"; $(RUN) scripts/export.py --check || status=1; \
 	exit $$status
 
-export: .venv/installed-lab ## put what the notebooks build into course_lib/
+export: .venv/installed-lab ## copy the exercises' solutions from the notebooks into course_lib/
 	@$(RUN) scripts/export.py
 
-workbook: .venv/installed-lab ## write workbook/, or bring it up to date; your own cells stay
+workbook: .venv/installed-lab ## write or update workbook/; cells that you have changed are kept
 	@$(RUN) scripts/make_workbook.py
 
-render: .venv/installed-test ## run the notebooks and keep their outputs; NB=01 for one of them
+render: .venv/installed-test ## run the notebooks and keep their outputs; NB=01 for one notebook
 	@$(RUN) scripts/render.py $(NOTEBOOKS)
 
 bench: .venv/installed-test ## run the comparisons of benchmarks/, which write benchmarks/results/
 	@status=0; for script in $(filter-out benchmarks/gpu.py benchmarks/record_inductor.py,$(shell grep -l __main__ benchmarks/*.py)); do \
 	echo "$$script"; $(RUN) "$$script" || status=1; done; exit $$status
 
-# No set-up: a cluster's GPU node has its own torch and triton, and often no network.
-gpu: ## all that wants a GPU, right or wrong, and how fast; again to go on (OUT=gpu_run BUDGET=540 ONLY="fp8: linear")
+# No setup: a cluster's GPU node has its own torch and triton, and often no network.
+gpu: ## run all GPU tests and timings; repeat to resume (OUT=gpu_run BUDGET=540 ONLY="fp8: linear")
 	@$(if $(wildcard .venv/bin/python),$(RUN),$(PYTHON)) benchmarks/gpu.py --out "$(or $(OUT),gpu_run)" \
 	--budget $(or $(BUDGET),540) $(if $(ONLY),--only "$(ONLY)") $(GPU_ARGS)
 
-gpu-record: .venv/installed-test ## benchmarks/results/ and notebooks 12 to 14b from what make gpu has measured (OUT=gpu_run)
+gpu-record: .venv/installed-test ## update benchmarks/results/ and notebooks 12 to 14b from the results of make gpu (OUT=gpu_run)
 	@$(RUN) benchmarks/gpu.py --out "$(or $(OUT),gpu_run)" --record
 	@$(RUN) scripts/render.py $(wildcard notebooks/12*.ipynb notebooks/13*.ipynb notebooks/14*.ipynb)
 
-bench-planner: .venv/installed-test ## hold the planner against measured and published runs: benchmarks/results/planner.json
+bench-planner: .venv/installed-test ## compare the planner with measured and published runs: benchmarks/results/planner.json
 	@$(RUN) benchmarks/planner.py
 
 solution: .venv/installed-lab ## show the solution of an exercise: make solution EX=01.3
@@ -101,12 +101,12 @@ solution: .venv/installed-lab ## show the solution of an exercise: make solution
 progress: .venv/installed-lab ## show which exercises pass
 	@$(RUN) scripts/exercises.py progress
 
-cheatsheet: .venv/installed-lab ## put the cheatsheet rows of all notebooks on one page
+cheatsheet: .venv/installed-lab ## collect the cheatsheet rows of all notebooks on one page
 	@$(RUN) scripts/cheatsheet.py
 
-# Nothing is executed: the site shows what the notebooks keep. What has not changed is not built again.
+# No notebook is executed: the site shows the stored outputs. Unchanged pages are not rebuilt.
 site: .venv/installed-site ## build the site: build/site/index.html
 	@$(RUN) -m sphinx -q -W --keep-going -j auto -d build/doctrees -c docs . build/site
 
-course: .venv/installed-lab ## for teachers: an nbgrader course of all notebooks; your changes and submissions stay (OUT=course)
+course: .venv/installed-lab ## for teachers: write an nbgrader course of all notebooks; your changes and submissions are kept (OUT=course)
 	@$(RUN) scripts/make_course.py "$(or $(OUT),course)"

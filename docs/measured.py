@@ -1,4 +1,4 @@
-"""The tables of “How it was measured”, from benchmarks/results/: a section for each file, with its machine and date.
+"""The tables of “Measurements”, from benchmarks/results/: a section for each file, with its machine and date.
 
 Of a file these are shown: runs in pairs (ours, theirs, their ratio, its spread, and that of theirs against itself,
 which is the noise), medians with their spread, times of kernels side by side, and whatever else is one number. Curves

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Make .venv and install the course into it, from `make`:    scripts/setup.sh ".[lab]" | ".[test]"
-# Before that, and each time:                               scripts/setup.sh whose
-# PYTHON is the Python to make it with. CPU=1 asks for PyTorch's CPU wheels, a tenth of the size of those for GPUs.
-# TORCH=2.11.0 asks for another PyTorch than the pinned one.
-# What goes wrong is one line on stderr that says what to do. A .venv that this run began is taken away again; one that
-# stood before stays as it was, since pip downloads everything before it changes anything.
+# Create .venv and install the course into it, from `make`:  scripts/setup.sh ".[lab]" | ".[test]"
+# Before every use, check whose .venv it is:                 scripts/setup.sh whose
+# PYTHON is the Python that creates .venv. CPU=1 installs PyTorch's CPU wheels, a tenth of the size of the GPU wheels.
+# TORCH=2.11.0 installs that version of PyTorch instead of the pinned one.
+# An error is one line on stderr that says what to do. If this run created .venv, it is removed after an error; an
+# existing one is unchanged, since pip downloads everything before it changes anything.
 set -u -o pipefail
-export PIP_RETRIES=${PIP_RETRIES:-3}  # with pip's own 5, it takes half a minute to find that there is no network
-export PYTHONUNBUFFERED=1  # pip's lines come as they are written, not in blocks
+export PIP_RETRIES=${PIP_RETRIES:-3}  # with pip's default of 5, it takes half a minute to notice that there is no network
+export PYTHONUNBUFFERED=1  # print pip's lines as they are written, not in blocks
 PYTHON=${PYTHON:-python3}
 VENV=.venv
 log=$(mktemp) && begun="" && trap 'rm -rf "$log" "$log.pins" $begun' EXIT && trap 'exit 130' INT TERM
@@ -33,22 +33,22 @@ make_venv() {
     begun=$VENV
     echo "Making $VENV with $("$PYTHON" --version)"
     "$PYTHON" -m venv "$VENV" >"$log" 2>&1 && return
-    # Debian and Ubuntu ship Python without this part of its standard library.
+    # Debian and Ubuntu ship Python without this part of the standard library.
     if grep -q ensurepip "$log"; then
         stop "this Python cannot make environments: run 'sudo apt install ${PYTHON##*/}-venv', then the same command again"
     fi
     stop "$PYTHON -m venv failed: $(tail -n 1 "$log")"
 }
 
-install() {  # $1: what pip is to install
+install() {  # $1: the requirement for pip
     local pins=constraints.txt
-    if [ -n "${TORCH:-}" ]; then  # 2.11 with the Triton that its wheels for GPUs ask for; 3.6's interpreter fails with NumPy 2.4
+    if [ -n "${TORCH:-}" ]; then  # 2.11 with the Triton that its GPU wheels require; 3.6's interpreter fails with NumPy 2.4
         pins=$log.pins
         grep -vE "^(torch|torchao|triton|numpy|setuptools)==" constraints.txt >"$pins"
         printf "torch==%s\nnumpy<2.4\n" "$TORCH" >>"$pins"
         case $TORCH in 2.11 | 2.11.*) echo "triton==3.6.*" >>"$pins" ;; esac
     fi
-    # Empty arrays are unbound variables to the bash of macOS under `set -u`, hence the two branches.
+    # In the bash of macOS, empty arrays are unbound variables under `set -u`, hence the two branches.
     if [ "${CPU:-}" = 1 ]; then
         "$VENV/bin/python" -m pip install -c "$pins" -e "$1" --extra-index-url https://download.pytorch.org/whl/cpu
     else
@@ -56,8 +56,8 @@ install() {  # $1: what pip is to install
     fi
 }
 
-# pip installs the course by its folder. Where two clones share an environment, the second one's set-up would have the
-# first one's notebooks import the second one's library.
+# pip installs the course by its folder. If two clones shared an environment, the second clone's setup would make the
+# first clone's notebooks import the second clone's library.
 if [ "$1" = whose ]; then
     for place in "$VENV"/lib/python3*/site-packages/__editable__.llm_training_at_scale-*.pth; do
         [ -e "$place" ] || continue
@@ -69,7 +69,7 @@ if [ "$1" = whose ]; then
         stop "the Python of .venv is gone, or has another path now: 'rm -rf .venv', and run it again"
     exit
 fi
-# An environment whose Python was removed, or that was killed before it had pip, is made again.
+# Recreate an environment whose Python was removed, or whose setup was killed before it had pip.
 if "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
     check_version "$VENV/bin/python"
 else

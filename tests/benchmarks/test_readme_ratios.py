@@ -33,12 +33,12 @@ PLACES = {  # file and keys, "N ranks, gloo" aside, of each number in a row
         "pipeline",
         [f"Schedule{x}/same order against torch" for x in ("InterleavedZeroBubble", "DualPipeV")],
     ),
-    "our ZB-V in the place of these two, another schedule": (
+    "our ZB-V instead of these two, a different schedule": (
         "pipeline",
         [f"Schedule{x}/{TORCH}" for x in ("InterleavedZeroBubble", "DualPipeV")],
     ),
     "ZeRO-3 and 1F1B": ("five_d", [f"FSDP2, pipelining, N/{TORCH}"]),
-    "ZeRO-3 once a step and tensor parallelism": ("five_d", [f"FSDP2 once a step, DTensor, N/{TORCH}"]),
+    "ZeRO-3 gathered once per step, and tensor parallelism": ("five_d", [f"FSDP2 once a step, DTensor, N/{TORCH}"]),
     "ZeRO-3, tensor parallelism and 1F1B, 8 ranks": ("five_d", [f"FSDP2, DTensor, pipelining, N/{TORCH}"]),
 }
 
@@ -106,10 +106,10 @@ def test_the_h200s_table_says_what_was_measured():
         "a training step": f"{times['kernels'] / times['eager']:.2f}, {times['kernels'] / times['compile']:.2f}",
         "the same in FP8": f"{fp8:.2f}",
         "softmax, RMSNorm": span(ratios(kernels, "compile", *both)),
-        "the same, ELU aside": span(ratios(kernels, "Liger", *both)),
+        "the same, without ELU": span(ratios(kernels, "Liger", *both)),
         "attention, heads of 128": ", ".join(span(ratios(attention, "flash", name)) for name in both),
         "the same | cuDNN": ", ".join(span(ratios(attention, "cuDNN", name)) for name in both),
-        "FP8 product": f"{product['product, tensor']['scaled_mm']:.2f}; {blocks[0]:.2f}, {blocks[1]:.2f}",
+        "FP8 matmul": f"{product['product, tensor']['scaled_mm']:.2f}; {blocks[0]:.2f}, {blocks[1]:.2f}",
         "FP8 layer": f"{layer['BF16']:.2f}; {layer['torchao']:.2f}",
     }
     lines = (ROOT / "README.md").read_text("utf-8").splitlines()
