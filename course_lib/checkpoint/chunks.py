@@ -91,14 +91,13 @@ def weight_chunks(parallel: ParallelModel) -> Chunks:
     """Return this rank's chunks of weights, and of the buffers in a state_dict, by name: views of the model's memory,
     in float32 even if the stages compute in a lower precision.
     """
-    dealt: dict[
-        torch.Tensor, tuple
-    ] = {}  # by weight: its elements in a tensor that the optimizer updates, and which elements these are
+    # By weight: its elements in a tensor that the optimizer updates, and their span in the local weight.
+    updated_shards: dict[torch.Tensor, tuple[torch.Tensor, tuple[int, int] | None]] = {}
     for updated in parallel.sharding.updated_tensors():
         shards = updated.split(updated.tensor.detach())
-        dealt.update(zip(updated.weights, zip(shards, updated.spans, strict=True), strict=True))
+        updated_shards.update(zip(updated.weights, zip(shards, updated.spans, strict=True), strict=True))
     names = weight_names(parallel)
-    chunks = {name: local_chunks(w, *dealt.get(w, (w.detach(), None))) for w, name in names.items()}
+    chunks = {name: local_chunks(w, *updated_shards.get(w, (w.detach(), None))) for w, name in names.items()}
     for stage in parallel.stages.values():
         persistent = stage.state_dict().keys()
         for name, buffer in stage.named_buffers():

@@ -29,7 +29,7 @@ from course_lib.single_gpu import training as single_gpu
 STEPS = 50  # more than all trials together can do
 PROGRAM = f"--preset debug --layout dp2,zero1 --batch 2 --seq 16 --steps {STEPS} --warmup 9 --drop-tokens 0.1".split()
 SAVING = ["--save-every", "1", "--keep", "1"]
-LATER_S = (0.002, 0.005, 0.01, 0.02)  # after the file of a rank's boxes was opened: it is written then
+LATER_S = (0.002, 0.005, 0.01, 0.02)  # after the file of a rank's chunks was opened: it is written then
 LONGEST_S = 60
 
 
@@ -137,7 +137,7 @@ def operations(folder: Path) -> list[list[str]]:
     """Of each rank: the kinds of operation of a save, in their order."""
     for rank in range(2):
         (folder / f"{rank}.operations").touch()
-    files = [open(folder / f"{rank}.operations", "a", buffering=1) for rank in range(2)]  # noqa: SIM115
+    files = [open(folder / f"{rank}.operations", "a", buffering=1) for rank in range(2)]
     then = {rank: lambda operation, rank=rank: print(operation, file=files[rank]) for rank in range(2)}
     root = folder / "checkpoints"
     argv = [*PROGRAM, *SAVING, "--checkpoints", str(root), "--out", str(folder / "log.jsonl")]

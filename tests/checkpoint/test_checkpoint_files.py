@@ -47,9 +47,9 @@ def saved(root: Path, step: int, keep: int = 2) -> Path:
     """A complete checkpoint of one tensor, which is the step."""
     saving = begin(root, step)
     value = torch.full((3, 4), float(step))
-    boxes = {"weight": [Chunk((0, 0), (3, 4), value)]}
+    chunks = {"weight": [Chunk((0, 0), (3, 4), value)]}
     writer = dcp.FileSystemWriter(saving, overwrite=False)
-    dcp.save(boxes, storage_writer=writer, planner=ChunkSavePlanner(), no_dist=True)
+    dcp.save(chunks, storage_writer=writer, planner=ChunkSavePlanner(), no_dist=True)
     files = {name: digest(saving / name) for name in ("__0_0.distcp", ".metadata")}
     return commit(saving, {"step": step, "files": files}, keep)
 
@@ -59,8 +59,8 @@ def value_of(folder: Path) -> float:
     about = describe(folder)
     assert damaged(folder, about["files"]) is None
     found = torch.full((3, 4), torch.nan)
-    boxes = {"weight": [Chunk((0, 0), (3, 4), found)]}
-    dcp.load(boxes, storage_reader=ChunkReader(folder), planner=ChunkLoadPlanner(), no_dist=True)
+    chunks = {"weight": [Chunk((0, 0), (3, 4), found)]}
+    dcp.load(chunks, storage_reader=ChunkReader(folder), planner=ChunkLoadPlanner(), no_dist=True)
     assert found.unique().tolist() == [about["step"]]
     return about["step"]
 
@@ -454,7 +454,7 @@ def test_damaged_metadata_is_a_checkpoint_error(tmp_path):
 
 @pytest.mark.parametrize("content", [None, {"a": 1}, [torch.Size([2])], Metadata({})])
 def test_a_pickle_of_something_else_is_a_checkpoint_error(tmp_path, content):
-    """Nothing forbidden is in it, and yet it says nothing of boxes and files."""
+    """Nothing forbidden is in it, and yet it says nothing of chunks and files."""
     (tmp_path / ".metadata").write_bytes(pickle.dumps(content))
     assert said(ChunkReader(tmp_path).read_metadata).startswith(
         f"CheckpointError: {tmp_path}/.metadata can't be read: "
@@ -462,13 +462,13 @@ def test_a_pickle_of_something_else_is_a_checkpoint_error(tmp_path, content):
 
 
 def test_real_metadata_of_each_dtype_is_read(tmp_path):
-    """What torch.distributed.checkpoint has written, of its own tensors and of our boxes."""
+    """What torch.distributed.checkpoint has written, of its own tensors and of our chunks."""
     dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.int64, torch.uint8, torch.bool]
     state = {str(dtype): torch.ones(2, 3, dtype=dtype) for dtype in dtypes} | {"scalar": torch.tensor(3.0)}
     dcp.save(state, checkpoint_id=tmp_path / "plain", no_dist=True)
-    boxes = {name: [Chunk((0,) * each.dim(), tuple(each.shape), each)] for name, each in state.items()}
-    dcp.save(boxes, checkpoint_id=tmp_path / "boxes", planner=ChunkSavePlanner(), no_dist=True)
-    for kind in ("plain", "boxes"):
+    chunks = {name: [Chunk((0,) * each.dim(), tuple(each.shape), each)] for name, each in state.items()}
+    dcp.save(chunks, checkpoint_id=tmp_path / "chunks", planner=ChunkSavePlanner(), no_dist=True)
+    for kind in ("plain", "chunks"):
         found = ChunkReader(tmp_path / kind).read_metadata().state_dict_metadata
         assert {name: (tuple(each.size), each.properties.dtype) for name, each in found.items()} == {
             name: (tuple(each.shape), each.dtype) for name, each in state.items()
@@ -491,7 +491,7 @@ def test_metadata_of_each_python_is_read(tmp_path, monkeypatch, module):
 
 
 def test_values_are_read_without_pickles_that_run_code(tmp_path):
-    """A box's bytes are a zip with a pickle of torch.save's in it: one that calls something is refused too."""
+    """A chunk's bytes are a zip with a pickle of torch.save's in it: one that calls something is refused too."""
     folder, touched = saved(tmp_path, 1), tmp_path / "touched"
     torch.save(Calls(os.mkdir, str(touched)), tmp_path / "planted")
     metadata = ChunkReader(folder).read_metadata()
@@ -500,7 +500,7 @@ def test_values_are_read_without_pickles_that_run_code(tmp_path):
     place = next(iter(metadata.storage_data.values()))
     place.length = (folder / "__0_0.distcp").stat().st_size
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    boxes = {"weight": [Chunk((0, 0), (3, 4), torch.zeros(3, 4))]}
+    chunks = {"weight": [Chunk((0, 0), (3, 4), torch.zeros(3, 4))]}
     with pytest.raises(dcp.CheckpointException, match="Weights only load failed"):  # no Exception: a BaseException
-        dcp.load(boxes, storage_reader=ChunkReader(folder), planner=ChunkLoadPlanner(), no_dist=True)
+        dcp.load(chunks, storage_reader=ChunkReader(folder), planner=ChunkLoadPlanner(), no_dist=True)
     assert not touched.exists()

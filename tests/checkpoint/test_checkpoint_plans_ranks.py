@@ -35,7 +35,7 @@ def parallel_of(words: str, seed: int = 0):
 
 @contextlib.contextmanager
 def counted():
-    """Counts what this rank does: boxes it plans itself, boxes of all ranks it plans, objects it sends or gets."""
+    """Counts what this rank does: chunks it plans itself, chunks of all ranks it plans, objects it sends or gets."""
     found = {"own": 0, "of all": 0, "objects": 0}
     with contextlib.ExitStack() as stack:
 
@@ -48,8 +48,8 @@ def counted():
 
             stack.enter_context(mock.patch.object(place, name, call))
 
-        boxes = lambda planner, *_: sum(map(len, planner.state_dict.values()))  # noqa: E731
-        watch(ChunkSavePlanner, "create_local_plan", "own", boxes)
+        chunks = lambda planner, *_: sum(map(len, planner.state_dict.values()))  # noqa: E731
+        watch(ChunkSavePlanner, "create_local_plan", "own", chunks)
         watch(ChunkSavePlanner, "create_global_plan", "of all", lambda _, plans: sum(len(plan.items) for plan in plans))
         for name in OBJECTS:
             watch(dist, name, "objects", lambda *_: 1)
@@ -69,7 +69,7 @@ def done(checkpoints: Checkpoints, step: int) -> dict:
 
 
 def plans_of_saves(root) -> list[tuple[dict, int]]:
-    """On a rank: counts and own boxes of five saves; before the fourth rank 1's moments get another dtype."""
+    """On a rank: counts and own chunks of five saves; before the fourth rank 1's moments get another dtype."""
     parallel = parallel_of("dp4,zero1")
     checkpoints, found = Checkpoints(parallel, root, keep=9), []
     for step in range(1, 6):
@@ -80,13 +80,13 @@ def plans_of_saves(root) -> list[tuple[dict, int]]:
     return found
 
 
-def test_boxes_are_planned_at_the_first_save_and_when_they_change(ranks, tmp_path):
+def test_chunks_are_planned_at_the_first_save_and_when_they_change(ranks, tmp_path):
     """Changed on one rank, all ranks plan anew: the plan is one of all of them. The index is the same file."""
     of_ranks = ranks(plans_of_saves, tmp_path)
     for i in range(5):
         counts, own = zip(*(saves[i] for saves in of_ranks), strict=True)
         made = i in (0, 3)
-        assert [each["own"] for each in counts] == [made * boxes for boxes in own], i
+        assert [each["own"] for each in counts] == [made * chunks for chunks in own], i
         assert [each["of all"] for each in counts] == [made * sum(own), 0, 0, 0], i
         assert all((each["objects"] > 0) == made for each in counts), i
     index = {step: (tmp_path / f"step-{step:09d}" / ".metadata").read_bytes() for step in range(1, 6)}
@@ -122,7 +122,7 @@ def test_the_same_names_in_other_places_are_planned_anew(ranks, tmp_path):
 
 def fails_between(root) -> tuple[list[dict], list[str], list[str]]:
     """On a rank: counts of three good saves, what is said of the one before the last, and what is there: rank 2 finds
-    its boxes elsewhere in its file than they were.
+    its chunks elsewhere in its file than they were.
     """
     lines = []
     checkpoints = Checkpoints(parallel_of("dp4,zero1"), root, report=lines.append)
@@ -158,14 +158,14 @@ def files_read():
 
 
 def reads(words: str, folder: Path) -> dict:
-    """On a rank, of a load: how often it opens .metadata; which tensors and how many boxes it has an index of."""
+    """On a rank, of a load: how often it opens .metadata; which tensors and how many chunks it has an index of."""
     parallel, known, whole = parallel_of(words, seed=1), {}, ChunkLoadPlanner.set_up_planner
 
-    def set_up(planner, boxes, metadata=None, is_coordinator=False):
-        chunks = sum(len(each.chunks) for each in metadata.state_dict_metadata.values())
-        known.update(names=set(metadata.state_dict_metadata), boxes=chunks, places=len(metadata.storage_data))
-        known["own"] = set(boxes)
-        whole(planner, boxes, metadata, is_coordinator)
+    def set_up(planner, chunks, metadata=None, is_coordinator=False):
+        count = sum(len(each.chunks) for each in metadata.state_dict_metadata.values())
+        known.update(names=set(metadata.state_dict_metadata), chunks=count, places=len(metadata.storage_data))
+        known["own"] = set(chunks)
+        whole(planner, chunks, metadata, is_coordinator)
 
     with files_read() as names, mock.patch.object(ChunkLoadPlanner, "set_up_planner", set_up):
         load(parallel, folder)
@@ -182,7 +182,7 @@ def test_one_rank_reads_the_index_and_each_keeps_its_own_of_it(ranks, tmp_path, 
     assert sum(each["opened"] for each in of_ranks) == 2, [each["opened"] for each in of_ranks]
     for each in of_ranks:
         assert each["names"] == each["own"] <= set(index.state_dict_metadata)
-        assert each["boxes"] == each["places"] < 0.8 * len(index.storage_data)
+        assert each["chunks"] == each["places"] < 0.8 * len(index.storage_data)
 
 
 def test_the_index_is_read_once_for_all_tensors_of_a_model_of_transformers(ranks, tmp_path):

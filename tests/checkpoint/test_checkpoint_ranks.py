@@ -60,8 +60,8 @@ def stepped(parallel, step: int, sequences: int = 4) -> float:
     return loss.item()
 
 
-def boxes_now(parallel) -> dict[str, list[Chunk]]:
-    """This rank's boxes of weights, buffers and states."""
+def chunks_now(parallel) -> dict[str, list[Chunk]]:
+    """This rank's chunks of weights, buffers and states."""
     states = synchronize_for_save(parallel).state
     return weight_chunks(parallel) | state_chunks(parallel, states)
 
@@ -71,37 +71,39 @@ def whole(parallel) -> dict[str, torch.Tensor]:
     Collective.
     """
     arrays = {  # pickled far sooner than tensors
-        name: [box._replace(values=box.values.detach().cpu().numpy()) for box in boxes]
-        for name, boxes in boxes_now(parallel).items()
+        name: [chunk._replace(values=chunk.values.detach().cpu().numpy()) for chunk in chunks]
+        for name, chunks in chunks_now(parallel).items()
     }
     of_all: list = [None] * dist.get_world_size()
     dist.all_gather_object(of_all, arrays)
     found = {}
     for name in sorted(set().union(*of_all)):
-        arrived = [box for each in of_all for box in each.get(name, [])]
-        boxes = [box._replace(values=torch.from_numpy(box.values)) for box in arrived]
-        found[name] = torch.full(boxes[0].full_shape, torch.nan)
-        fill([Chunk((0,) * found[name].dim(), boxes[0].full_shape, found[name])], boxes)
+        arrived = [chunk for each in of_all for chunk in each.get(name, [])]
+        chunks = [chunk._replace(values=torch.from_numpy(chunk.values)) for chunk in arrived]
+        found[name] = torch.full(chunks[0].full_shape, torch.nan)
+        fill([Chunk((0,) * found[name].dim(), chunks[0].full_shape, found[name])], chunks)
         assert not found[name].isnan().any(), f"{name}: nobody has some of it"
-        for box in boxes:
-            cut = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.values.shape, strict=True))
-            assert torch.equal(found[name][cut], box.values), f"{name} at {box.offsets}: copies differ"
+        for chunk in chunks:
+            cut = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.values.shape, strict=True))
+            assert torch.equal(found[name][cut], chunk.values), f"{name} at {chunk.offsets}: copies differ"
     return found
 
 
 def places(parallel) -> set[tuple]:
     """What this rank has of which tensors."""
-    boxes = boxes_now(parallel)
-    return {(name, box.full_shape, box.offsets, box.values.shape) for name, each in boxes.items() for box in each}
+    chunks = chunks_now(parallel)
+    return {
+        (name, chunk.full_shape, chunk.offsets, chunk.values.shape) for name, each in chunks.items() for chunk in each
+    }
 
 
 def own_unequal(parallel, expected: dict[str, torch.Tensor]) -> list[str]:
     """Names of what this rank has, and has not as `expected` has it in every bit."""
     wrong = set()
-    for name, boxes in boxes_now(parallel).items():
-        for box in boxes:
-            cut = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.values.shape, strict=True))
-            if name not in expected or not torch.equal(expected[name][cut], box.values):
+    for name, chunks in chunks_now(parallel).items():
+        for chunk in chunks:
+            cut = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.values.shape, strict=True))
+            if name not in expected or not torch.equal(expected[name][cut], chunk.values):
                 wrong.add(name)
     return sorted(wrong)
 
@@ -305,23 +307,23 @@ def test_weights_without_states(ranks, tmp_path):
 
 
 def shares(text: str, root) -> tuple[dict, bool, dict]:
-    """On a rank: bytes of each box that it writes; whether the next copy lies where it was; bytes of the whole."""
+    """On a rank: bytes of each chunk that it writes; whether the next copy lies where it was; bytes of the whole."""
     parallel = parallel_of(text, optimizer="momentum")
     checkpoints = Checkpoints(parallel, root)
-    before = {(name, box.offsets) for name, boxes in checkpoints.stage().items() for box in boxes}
+    before = {(name, chunk.offsets) for name, chunks in checkpoints.stage().items() for chunk in chunks}
     stepped(parallel, 0)
     places = []
     for step in (1, 2):
         staged = checkpoints.stage()
-        places.append({(n, box.offsets): box.values.data_ptr() for n, boxes in staged.items() for box in boxes})
+        places.append({(n, chunk.offsets): chunk.values.data_ptr() for n, chunks in staged.items() for chunk in chunks})
         stepped(parallel, step)
-    own = {(name, box.offsets): box.values.nbytes for name, boxes in staged.items() for box in boxes}
+    own = {(name, chunk.offsets): chunk.values.nbytes for name, chunks in staged.items() for chunk in chunks}
     assert before == {key for key in before if "/" not in key[0]}
     return own, places[0] == places[1], {name: each.nbytes for name, each in whole(parallel).items()}
 
 
 @pytest.mark.parametrize("text", ["dp4", "dp2,tp2,zero1", "tp4", "dp4,zero3", "dp4,zero3,rep2", "cp2,pp2"])
-def test_each_box_is_copied_once_and_shares_are_even(ranks, tmp_path, text):
+def test_each_chunk_is_copied_once_and_write_assignments_are_even(ranks, tmp_path, text):
     """The job's copies are as large as the model and its states. What several ranks have is shared out: their shares
     differ by no more than the largest tensor. A later save takes the same memory.
     """

@@ -47,20 +47,20 @@ def inside(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[slice, ...
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_boxes_of_every_span_are_its_elements_in_order(shape):
-    """All spans of a tensor. Only the empty ones have no box; no box is empty; there are at most 2 d - 1."""
+def test_chunks_of_every_span_are_its_elements_in_order(shape):
+    """All spans of a tensor. Only the empty ones have no chunk; no chunk is empty; there are at most 2 d - 1."""
     whole = numbered(*shape)
     for first, last in itertools.combinations_with_replacement(range(whole.numel() + 1), 2):
-        boxes = span_chunks(shape, first, last)
-        values = [whole[inside(*box)].flatten() for box in boxes]
+        chunks = span_chunks(shape, first, last)
+        values = [whole[inside(*chunk)].flatten() for chunk in chunks]
         found = torch.cat(values) if values else whole.new_empty(0)
-        assert found.tolist() == list(range(first, last)), (first, last, boxes)
-        assert all(len(offsets) == len(sizes) == len(shape) for offsets, sizes in boxes)
-        assert all(math.prod(sizes) > 0 for _, sizes in boxes)
-        assert len(boxes) <= max(1, 2 * len(shape) - 1), (first, last, boxes)
+        assert found.tolist() == list(range(first, last)), (first, last, chunks)
+        assert all(len(offsets) == len(sizes) == len(shape) for offsets, sizes in chunks)
+        assert all(math.prod(sizes) > 0 for _, sizes in chunks)
+        assert len(chunks) <= max(1, 2 * len(shape) - 1), (first, last, chunks)
 
 
-def test_the_bound_on_boxes_is_reached_and_whole_tensors_are_one_box():
+def test_the_bound_on_chunks_is_reached_and_full_tensors_are_one_chunk():
     for d in range(1, 6):
         shape = (3,) * d
         assert len(span_chunks(shape, 1, 3**d - 1)) == 2 * d - 1
@@ -74,47 +74,47 @@ def test_spans_before_the_first_and_after_the_last_element_are_empty():
 # Weights.
 
 
-def check_boxes(boxes: list[Chunk], whole: torch.Tensor, values: torch.Tensor) -> None:
-    """Each box has the elements of the whole that it says; all of them are views of `values`, of which none is left."""
-    for box in boxes:
-        assert box.full_shape == tuple(whole.shape)
-        assert torch.equal(box.values, whole[inside(box.offsets, tuple(box.values.shape))])
-        assert box.values.untyped_storage().data_ptr() == values.untyped_storage().data_ptr()
-    assert sum(box.values.numel() for box in boxes) == values.numel()
+def check_chunks(chunks: list[Chunk], whole: torch.Tensor, values: torch.Tensor) -> None:
+    """Assert that each chunk has its elements of the full tensor, and that the chunks are views of all of `values`."""
+    for chunk in chunks:
+        assert chunk.full_shape == tuple(whole.shape)
+        assert torch.equal(chunk.values, whole[inside(chunk.offsets, tuple(chunk.values.shape))])
+        assert chunk.values.untyped_storage().data_ptr() == values.untyped_storage().data_ptr()
+    assert sum(chunk.values.numel() for chunk in chunks) == values.numel()
 
 
 @pytest.mark.parametrize("dim, ranks", [(0, 2), (0, 4), (1, 3), (-1, 2), (2, 5), (-3, 8)])
-def test_boxes_of_a_cut_weight(dim, ranks):
-    """Along any dimension, counted from either end; more ranks than indices leave the last ones without a box."""
+def test_chunks_of_a_split_weight(dim, ranks):
+    """Along any dimension, counted from either end; more ranks than indices leave the last ones without a chunk."""
     whole = numbered(6, 5, 4).float()
     for rank in range(ranks):
         shard = TensorShard.of(whole.shape[dim], Group(rank, ranks), dim)
         weight = shard_parameter(nn.Parameter(whole), shard)
-        boxes = local_chunks(weight, weight.detach())
-        check_boxes(boxes, whole, weight.detach())
-        assert len(boxes) == (weight.numel() > 0)
+        chunks = local_chunks(weight, weight.detach())
+        check_chunks(chunks, whole, weight.detach())
+        assert len(chunks) == (weight.numel() > 0)
 
 
 NESTED = [[(2, 0), (2, 0)], [(2, 0), (3, 1)], [(2, 0), (2, 0), (2, 1)], [(3, -1), (2, 0)], [(2, 1), (2, -2)]]
 
 
 @pytest.mark.parametrize("cuts", NESTED)
-def test_boxes_of_parts_of_parts_make_up_the_whole(cuts):
+def test_chunks_of_shards_of_shards_make_up_the_full_tensor(cuts):
     """As experts are cut: over nodes, over ranks, along their width."""
     whole, seen = numbered(8, 6, 3).float(), torch.zeros(8, 6, 3)
     for places in itertools.product(*(range(n) for n, _ in cuts)):
         groups = [(Group(place, n), dim) for place, (n, dim) in zip(places, cuts, strict=True)]
         weight = shard_nested(nn.Parameter(whole), groups)
-        boxes = local_chunks(weight, weight.detach())
-        check_boxes(boxes, whole, weight.detach())
-        for box in boxes:
-            seen[inside(box.offsets, tuple(box.values.shape))] += 1
+        chunks = local_chunks(weight, weight.detach())
+        check_chunks(chunks, whole, weight.detach())
+        for chunk in chunks:
+            seen[inside(chunk.offsets, tuple(chunk.values.shape))] += 1
     assert (seen == 1).all()
 
 
 @pytest.mark.parametrize("cuts", [[], [(2, 0)], [(3, 1)], *NESTED])
 @pytest.mark.parametrize("ranks", [1, 3, 7])
-def test_boxes_of_cut_weights_that_are_dealt_out_make_up_the_whole(cuts, ranks):
+def test_chunks_of_split_weights_that_zero_divides_make_up_the_full_tensor(cuts, ranks):
     """Cut, laid end to end with others, dealt out as ZeRO does: with the span as an argument, or as the weight's."""
     wholes = [numbered(4, 6).float(), numbered(8, 6, 3).float(), numbered(5).float()]
     seen = [torch.zeros_like(whole) for whole in wholes]
@@ -126,15 +126,15 @@ def test_boxes_of_cut_weights_that_are_dealt_out_make_up_the_whole(cuts, ranks):
             layout = FlatLayout(weights, Group(rank, ranks))
             pieces = layout.local_views(layout.shard_of([weight.detach() for weight in weights]))
             for i, (weight, piece) in enumerate(zip(weights, pieces, strict=True)):
-                boxes = local_chunks(weight, piece, layout.span(i))
-                check_boxes(boxes, wholes[i], piece)
-                for box in boxes:
-                    seen[i][inside(box.offsets, tuple(box.values.shape))] += 1
+                chunks = local_chunks(weight, piece, layout.span(i))
+                check_chunks(chunks, wholes[i], piece)
+                for chunk in chunks:
+                    seen[i][inside(chunk.offsets, tuple(chunk.values.shape))] += 1
                 dealt = nn.Parameter(piece)
                 flat = FlatShard(layout.group, layout.span(i), weight.shape)
                 dealt.placement = dataclasses.replace(placement_of(weight), flat_shard=flat)
                 again = local_chunks(dealt, dealt.detach())
-                assert [box[:2] for box in again] == [box[:2] for box in boxes]
+                assert [chunk[:2] for chunk in again] == [chunk[:2] for chunk in chunks]
     copies = math.prod(n for n, _ in cuts)  # of the weights that are not cut
     assert [count.unique().tolist() for count in seen] == [[copies], [1], [copies]]
 
@@ -143,7 +143,7 @@ def test_boxes_of_cut_weights_that_are_dealt_out_make_up_the_whole(cuts, ranks):
 
 
 def cut_into(whole: torch.Tensor, how: tuple) -> list[Chunk]:
-    """Boxes with values of their own that make up the whole: spans of so many elements, or slices along a dimension."""
+    """Return chunks that make up the full tensor: spans of so many elements, or slices along a dimension; copied."""
     kind, size, dim = how
     if kind == "spans":
         firsts = range(0, whole.numel(), size)
@@ -166,12 +166,12 @@ CUTS = [("spans", 1000, 0), ("spans", 7, 0), ("spans", 31, 0), ("slices", 2, 0),
 @pytest.mark.parametrize("saved, wanted", itertools.product(CUTS, CUTS))
 def test_fill_from_any_cut_to_any_other(saved, wanted):
     whole = torch.randn(5, 7, 3)
-    boxes = cut_into(whole, wanted)
-    for box in boxes:
-        box.values.fill_(torch.nan)
-    fill(boxes, cut_into(whole, saved))
-    for box in boxes:
-        assert torch.equal(box.values, whole[inside(box.offsets, tuple(box.values.shape))])
+    chunks = cut_into(whole, wanted)
+    for chunk in chunks:
+        chunk.values.fill_(torch.nan)
+    fill(chunks, cut_into(whole, saved))
+    for chunk in chunks:
+        assert torch.equal(chunk.values, whole[inside(chunk.offsets, tuple(chunk.values.shape))])
 
 
 def test_fill_leaves_alone_what_was_not_saved():

@@ -491,7 +491,7 @@ def test_all_groups_come_from_one_mesh(monkeypatch):
     meshes, make = [], expert_model.init_device_mesh
     noted = lambda *given, **named: meshes.append(given[1:]) or make(*given, **named)  # noqa: E731
     monkeypatch.setattr(expert_model, "init_device_mesh", noted)
-    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")  # of fake ranks on the CPU
+    monkeypatch.setattr(dist, "get_backend", lambda group=None: "gloo")  # of fake ranks on the CPU
     with as_rank(0, 128):
         groups = ExpertGroups.make(16, 2, 4)
         assert meshes == [((2, 2, 8, 4),)]
