@@ -65,7 +65,7 @@ def clean(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
 
 
 def main(paths: list[str]) -> int:
-    """Clean each notebook that is not clean; 1 where one can't be read, and none is written then."""
+    """Clean each notebook that is not clean; return 1, and write none, if one of them cannot be read."""
     try:
         texts = {}
         for path in map(Path, paths or sorted(NOTEBOOKS.glob("*.ipynb"))):

@@ -171,8 +171,8 @@ def look_gpu(torch):
 def look_nccl(torch):
     """NCCL, which comes with PyTorch's CUDA build."""
     if torch is not None:
-        there = torch.version.cuda and torch.distributed.is_available() and torch.distributed.is_nccl_available()
-        yield "NCCL", ".".join(map(str, torch.cuda.nccl.version())) if there else "none: gloo, which is in PyTorch"
+        has_nccl = torch.version.cuda and torch.distributed.is_available() and torch.distributed.is_nccl_available()
+        yield "NCCL", ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else "none: gloo, which is in PyTorch"
 
 
 def look_nvcc(torch):
@@ -252,7 +252,7 @@ def look_slurm():
         yield None, "No Slurm: the launcher's --slurm writes the script for sbatch, and does not submit it."
 
 
-def look(in_environment):
+def inspect_all(in_environment):
     """Everything, in the order in which it is shown: (name, fact), or (None, what will not work and why)."""
     yield from look_machine(in_environment)
     yield from look_python(in_environment)
@@ -278,7 +278,7 @@ def main():
     """Print what is there, then what will not work and why."""
     in_venv = os.path.realpath(sys.prefix) == os.path.realpath(os.path.join(ROOT, ".venv"))
     in_environment = in_venv or importlib.util.find_spec("course_lib") is not None
-    facts = list(look(in_environment))
+    facts = list(inspect_all(in_environment))
     for name, fact in facts:
         if name:
             print("{:13} {}".format(name, fact))

@@ -56,7 +56,7 @@ def without_directives(cell: dict) -> str:
 
 
 class Answers:
-    """What a learner has written in the cells of one exercise, to be moved to the cells of its new shape."""
+    """A learner's code in the cells of one exercise, to be moved to the cells of its new shape."""
 
     def __init__(self, handed_out: str | None, learners: str):
         self.handed_out, self.learners = handed_out, learners
@@ -98,7 +98,7 @@ class Answers:
         return exact[-1] if exact else result[0] if len(result) == 1 else None
 
     def answer(self, name: str, course: Definition, wanted: ExportedCell) -> str | None:
-        """What the learner has written of a definition; None where that is nothing."""
+        """Return the learner's code of a definition; None if there is none."""
         part = self.find(name, wanted.cls)
         if part is None or not isinstance(course, ast.ClassDef) or not isinstance(part.node, ast.ClassDef):
             return annotated(self.take(part), wanted.cls) if part and self.is_theirs(part) else None
@@ -166,7 +166,7 @@ def has_old_shape(base: dict | None, learner: dict) -> bool:
 
 @dataclass
 class Reshaped:
-    """What an update of an older notebook starts from, and what it says."""
+    """The input of an update of an older notebook, and its message."""
 
     base: dict | None  # the notebook that was handed out
     cells: list[dict]  # the learner's
@@ -174,7 +174,7 @@ class Reshaped:
     set_aside: list[str]  # ids of raw cells with what else the learner has changed
 
     def words(self) -> str:
-        """What a learner is told."""
+        """Return the message for the learner."""
         over, set_aside = ", ".join(self.over), ", ".join(self.set_aside)
         over = f"; your answers stand in their new cells, run the checks again: {over}" if over else ""
         set_aside = f"; what else you had changed is kept in raw cells: {set_aside}" if set_aside else ""
@@ -225,7 +225,7 @@ def is_changed(cell: dict, old: dict | None, new: dict | None) -> bool:
 
 
 def is_value(course: dict | None) -> bool:
-    """Return whether a cell of the course is an exercise that is not exported: what the learner has written stays as it is."""
+    """Return whether a cell of the course is a value exercise, which is not exported: the learner's text does not change."""
     return course is not None and exercise_of(course["id"]) is not None and not course["source"].startswith("#|")
 
 

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 from course_kit.exercises.cells import CellError, Definition, ExportedCell, read
 from course_kit.exercises.fits import ANNOTATIONS, check_fits, find, imported, is_method, static_names
+from course_kit.exercises.renamed import renamed
 from course_kit.exercises.swap import (
     CLASS_CELL,
     MISSING,
@@ -164,7 +165,8 @@ def put_cell(cell: ExportedCell, file: str, exercise: str, undo: list[Undo]) -> 
     module = library_module(cell.module)
     text = inspect.getsource(module)
     check_fits(text, cell, learners=True)
-    linecache.cache[file] = len(cell.source), None, cell.source.splitlines(keepends=True), file
+    shown = renamed(cell.source)  # Triton reads a kernel here
+    linecache.cache[file] = len(shown), None, shown.splitlines(keepends=True), file
     owner = getattr(module, cell.cls) if cell.cls else module
     targets = {name: cell.definitions[name].definition for name in cell.definitions if find(text, name, cell.cls)}
     claim(cell, exercise, list(targets), undo)

@@ -11,10 +11,13 @@ import tokenize
 
 DIRECTIVE = re.compile(r"^(#\| export )([\w.]+)(?::(\w+))?(?=\s*(?:\n|$))")
 
-# What directives name.
+# What directives name; "module function" where a module's functions went different ways.
 TARGETS = {
     "checkpoint.boxes": "checkpoint.chunks",
+    "expert_parallel.mixture mixture_params": "expert_parallel.sizes",
     "expert_parallel.exchange:Transfer": "expert_parallel.exchange:AsyncAllToAll",
+    "fp8.linear:DelayedCaster": "fp8.delayed_scaling:DelayedQuantizer",
+    "fp8.linear:Fp8Products": "fp8.linear:Fp8LinearFunction",
     "five_d.kept_gathers:KeptGathers": "five_d.gather_once:GatherOncePerStep",
     "pipeline.copies": "pipeline.tied_weights",
 }
@@ -27,18 +30,26 @@ NAMES: dict[str, dict[str, str]] = {
     "best_config.step_time": {".keep_gathered": ".gather_once"},
     "checkpoint.chunks": {"Box": "Chunk", "boxes_of_span": "span_chunks"},
     "context_parallel.attention": {
-        "by_rank": "split_by_rank", "in_order": "join_by_rank", "nothing_seen": "initial_out_lse",
+        "by_rank": "split_by_rank", "checked": "check_qkv", "in_order": "join_by_rank",
+        "nothing_seen": "initial_out_lse",
     },
     "context_parallel.blocks": {"Piece": "AttentionTile"},
-    "context_parallel.model": {"need_positions": "require_positions", "own_positions": "local_positions"},
+    "context_parallel.model": {
+        "given": "forward_inputs", "need_positions": "require_positions", "own_positions": "local_positions",
+    },
     "data_parallel.replicas": {"out_of_step": "find_diverged_params"},
     "expert_parallel.exchange": {
         "Arrival": "WaitAllToAll", "Departure": "StartAllToAll", "Transfer": "AsyncAllToAll",
-        "exchanged": "dispatch_and_combine", "finish": "wait", ".finish": ".wait",
+        "exchanged": "dispatch_and_combine", "finish": "wait", ".finish": ".wait", "home": "reverse",
+        "meanwhile": "overlap_with", ".under_way": ".pending",
     },
     "expert_parallel.experts": {"grouped_products": "grouped_matmul"},
     "expert_parallel.mixture": {"run_here": "run_local_experts"},
-    "expert_parallel.model": {"exchanged": "dispatch_and_combine", "run_exchanged": "run_expert_parallel"},
+    "expert_parallel.model": {
+        "borders": "tp_boundary", "enter": "input_gather", "exchanged": "dispatch_and_combine",
+        "leave": "output_reduce", "meanwhile": "overlap_with", "mixture_blocks": "mixtures_of",
+        "run_exchanged": "run_expert_parallel", ".parts": ".sequence_shards",
+    },
     "five_d.flight_records": {"Flight": "CollectiveRecord", "lateness": "straggler_delay"},
     "five_d.gather_once:GatherOncePerStep": {
         "KeptGathers": "GatherOncePerStep", "Unit": "FSDPUnit", "before_forward": "pre_forward",
@@ -51,14 +62,24 @@ NAMES: dict[str, dict[str, str]] = {
         "own_stages": "local_stages",
     },
     "five_d.node_traffic": {"bytes_across": "inter_node_bytes"},
+    "flash_attention.reference": {"rounded_product": "rounded_matmul", "scale_or_usual": "scale_or_default"},
+    "fp8.delayed_scaling:DelayedQuantizer": {"DelayedCaster": "DelayedQuantizer"},
+    "fp8.kernels": {"piece": "block_k", "scale_a_piece": "scale_a_block", "scale_b_piece": "scale_b_block"},
+    "fp8.linear:Fp8LinearFunction": {
+        "Fp8Products": "Fp8LinearFunction", "LayerCasters": "LayerQuantizers", ".casters": ".quantizers",
+        ".turned": ".transposed",
+    },
     "mixed_precision.masters:MasterWeights": {
         "take_gradients": "accumulate_into_master", ".take_gradients": ".accumulate_into_master",
     },
     "pipeline.runner:PipelineRunner": {
         ".copies": ".tied_weights", ".mail": ".p2p", ".put": ".post_send", ".take": ".wait_recv",
     },
-    "pipeline.schedules": {"in_turn": "steady_1f1b", "put_off": "delay_weight_grads"},
-    "pipeline.search:Greedy": {".ahead": ".max_lead"},
+    "pipeline.schedules": {"ahead": "warmup_microbatches", "in_turn": "steady_1f1b", "put_off": "delay_weight_grads"},
+    "pipeline.search:Greedy": {".ahead": ".max_lead", ".arrival": ".input_ready"},
+    "pipeline.split_backward:SplitPass": {
+        ".half": ".as_root", ".laters": ".deferred", ".stand_ins": ".proxies", ".to_stand_ins": ".to_proxies",
+    },
     "pipeline.tied_weights": {"holders": "owner_ranks"},
     "recompute.modes": {"keep_products": "keep_matmuls"},
     "sequence_parallel.model": {
@@ -82,7 +103,6 @@ NAMES: dict[str, dict[str, str]] = {
     "zero.shards:GradientBuffer": {".own": ".local_shard"},
     "zero.sharded_parameters:GatheredBuffer": {".own": ".local_shard"},
 }
-# fmt: on
 # Attributes that transforms once set on a parameter itself; they are its placement's now.
 PLACEMENT = {
     "data_parallel.buckets": "reduce_group",
@@ -90,8 +110,42 @@ PLACEMENT = {
     "pipeline.stages": "stages",
     "sequence_parallel.model": "reduce_group",
 }
-# Exercises that are not exported, by the function that they define: strings that it returns.
-VALUES = {"plan": {"products": "matmuls"}}
+# Lines of given code, and calls, that have changed by more than a name: patterns of lines, for a cell without the word.
+LINES = {
+    "context_parallel.model": ("applied", {
+        r"^    return model$": '    model.applied["context_parallel"] = group_or_world(group); return model',
+    }),
+    "expert_parallel.model": ("applied", {
+        r"\bblocks = mixtures_of\(model\)": "blocks = [each for each in model.blocks if isinstance(each.mlp, MoE)]",
+        r"^    check_expert_parallel\(blocks, (.*)\)$": r"    check_expert_parallel(model, \1)",
+        r"\bin_sequence_parts\(block\)": '"sequence_parallel" in model.applied',
+        r"\btp_boundary\(block, tp_group\)": "tp_boundary(model, tp_group)",
+        r"^    return model$":
+            '    model.applied["expert_parallel"] = groups[0] if len(groups) == 1 else None; return model',
+    }),
+    "five_d.model": ("step_hooks", {
+        r"PipelineRunner\((\w+), schedule, mesh\.pp, loss_of, mesh\.replicas\)":
+            r"PipelineRunner(\1, schedule, mesh.pp, loss_of, mesh.replicas, **step_hooks(\1, layout, dtype, sharding))",
+    }),
+    "pipeline.runner:PipelineRunner": (", step", {
+        r"^def run\((self\b[^,)]*), (action\b[^,)]*)\)": r"def run(\1, \2, step)",
+        r"\bself\.finish\(": "self.output_fn(step, ",
+        r"\bself\.more\b": "step.args",
+        r"\bself\.(passes|inputs|tokens|p2p|autocast|loss)\b": r"step.\1",
+    }),
+    "sequence_parallel.model": ("applied", {
+        r"^    return model$": '    model.applied["sequence_parallel"] = group_or_world(group); return model',
+    }),
+    "tensor_parallel.model": ("applied", {
+        r"functools\.partial\(linear\.project_together, layers=.*\)$": "linear.project_together",
+        r"\.project = ": ".project_layers = ",
+        r"^    return model$": '    model.applied["tensor_parallel"] = group_or_world(group); return model',
+    }),
+}
+# fmt: on
+# Exercises that are not exported, by the name that they define: strings of their answer.
+VALUES = {"diagnosis": {"normalised": "normalized"}, "plan": {"products": "matmuls"}}
+DEFINED = re.compile(r"^(?:def|class) (\w+)", re.MULTILINE)
 
 
 @functools.lru_cache(maxsize=256)
@@ -102,10 +156,14 @@ def renamed(source: str) -> str:
         if directive is None:
             return with_strings(source)
         target = directive[2] + (f":{directive[3]}" if directive[3] else "")
-        today = TARGETS.get(target, target)
+        keys = [target, *(f"{target} {name}" for name in DEFINED.findall(source))]
+        today = next((TARGETS[key] for key in keys if key in TARGETS), target)
         names = NAMES.get(today.partition(":")[0], {}) | NAMES.get(today, {})
         body = with_names(source[directive.end() :], names)
         body = with_placement(body, PLACEMENT[today]) if today in PLACEMENT else body
+        word, lines = LINES.get(today, ("", {}))
+        for pattern, line in lines.items() if word not in body else ():
+            body = re.sub(pattern, line, body, flags=re.MULTILINE)
         return directive[1] + today + body
     except (SyntaxError, tokenize.TokenError):
         return source
@@ -133,7 +191,7 @@ def with_names(source: str, names: dict[str, str]) -> str:
         if new is not None and (key.startswith(".") or new not in keys):
             edits.append((token.start[0], token.start[1], token.end[1], new.removeprefix(".")))
     source = edited(source, edits)
-    moved = "|".join(re.escape(name) for name in TARGETS if ":" not in name)
+    moved = "|".join(re.escape(name) for name in TARGETS if name.replace(".", "").isidentifier())
     return re.sub(rf"\bcourse_lib\.({moved})\b", lambda match: f"course_lib.{TARGETS[match[1]]}", source)
 
 
@@ -145,9 +203,9 @@ def with_placement(source: str, attribute: str) -> str:
 
 
 def with_strings(source: str) -> str:
-    """Return the source of a cell that is not exported, with today's strings in a function of VALUES."""
+    """Return the source of a cell that is not exported, with today's strings in an answer of VALUES."""
     for name, strings in VALUES.items():
-        if re.search(rf"^def {name}\(", source, re.MULTILINE):
+        if re.search(rf"^(?:def )?{name}\b", source, re.MULTILINE):
             for old, new in strings.items():
                 source = re.sub(rf"""(["']){old}\1""", rf"\g<1>{new}\1", source)
     return source

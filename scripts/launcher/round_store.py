@@ -39,7 +39,7 @@ def ask(store) -> str:
 
 
 def answer(store, name: str, others: int) -> None:
-    """Answer until all others have joined. Questions left over from rounds before are answered too, to nobody."""
+    """Answer until all others have joined. Answers questions of earlier rounds too, which no rank reads."""
     answered = set()
     with contextlib.suppress(RuntimeError):  # the store has gone: the launch is over
         while store.add(f"joined/{name}", 0) < others:

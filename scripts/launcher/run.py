@@ -159,7 +159,7 @@ def raising(error: Exception):
 
 
 def quieten_torchrun() -> None:
-    """Torchrun's log says in many lines what the report says in few; whoever sets LOGLEVEL still gets it."""
+    """Silence torchrun's log, which repeats the report at length, unless LOGLEVEL is set."""
     if "LOGLEVEL" not in os.environ:
         for name in ("torch.distributed", "torch.multiprocessing"):
             log = logging.getLogger(name)

@@ -70,7 +70,7 @@ def test_an_answer_that_passes_stays_in_the_library(folder, capsys):
     with reference("91.1"), pytest.raises(AttributeError):
         model.loss(2, 3)
     assert model.loss(2, 3) == 5
-    with pytest.raises(ValueError, match="91.7 is no exercise"), reference("91.7"):
+    with pytest.raises(ValueError, match="91.7 is not an exercise"), reference("91.7"):
         pass
 
 
@@ -224,7 +224,7 @@ def test_an_answer_that_was_not_run_again_stays_passed(monkeypatch, folder):
 
 def test_outside_of_a_notebook_there_is_nothing_to_check(monkeypatch):
     monkeypatch.delitem(sys.modules, "IPython", raising=False)
-    with pytest.raises(CheckFailed, match="this is none"):
+    with pytest.raises(CheckFailed, match="this is not a notebook"):
         check("91.1")
 
 
