@@ -1,16 +1,16 @@
-"""FlashAttention backward in Triton: the probabilities are made again, tile by tile, from lse.
+"""FlashAttention backward in Triton: the probabilities are recomputed, tile by tile, from lse.
 
     p = e^(z - lse)      dv = p^T do      dp = do v^T      dz = p (dp - delta)     dq = scale dz k     dk = scale dz^T q
 
-delta is the sum of p dp along a row, which softmax's gradient asks for. That row is spread over all tiles; but
-Σ_j p_j (do · v_j) = do · Σ_j p_j v_j = do · out: one number a query, before the tiles begin (Dao et al. 2022, §B.2).
+delta is the sum of p dp along a row, which the gradient of softmax needs. The row is spread over all tiles; but Σ_j p_j
+(do · v_j) = do · Σ_j p_j v_j = do · out: one number per query, computed before the tiles (Dao et al. 2022, §B.2).
 
-Three kernels: delta; dk and dv, by programs that hold a tile of keys and walk along the queries, of all query heads
-that share its head (a sum that no two programs write to); dq, by programs that hold a tile of queries and walk along
-the keys. The second and the third make z and dp twice: seven products instead of five, against forward's two. The same
-inputs give the same bits; `one_pass` makes five products, and adds dq in another order each time.
+Three kernels: delta; dk and dv, by programs that hold a tile of keys and loop over the queries of all query heads that
+share its head (so no two programs write to one sum); dq, by programs that hold a tile of queries and loop over the
+keys. The second and the third both compute z and dp: seven matmuls instead of five, against forward's two. The same
+inputs give the same bits; `one_pass` needs five matmuls, and adds to dq in a different order each time.
 
-Where lse and out are those of more keys than are at hand (a ring), the gradients are those of this block's part.
+If lse and out belong to more keys than these (a ring), the result is this block's contribution to the gradients.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from course_lib.flash_attention.forward import (
 from course_lib.kernels.matmul import tunable
 from course_lib.kernels.rounding import cast, dot, widen
 
-KEY_CONFIGURATIONS, QUERY_CONFIGURATIONS = [  # 64 x 16: float32 where a block has 99 KB of shared memory
+KEY_CONFIGURATIONS, QUERY_CONFIGURATIONS = [  # 64 x 16: float32, if a block has 99 KB of shared memory
     [
         triton.Config({"BLOCK_Q": block_q, "BLOCK_K": block_k}, num_warps=warps, num_stages=2)
         for block_q, block_k, warps in shapes
@@ -56,7 +56,7 @@ DELTA_ROWS = 64
 def delta_kernel(
     out, out_grad, delta, cu_seqlens, s_q, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr
 ):  # fmt: skip
-    """delta [b, a, s_q] = row sums of out * out_grad, each [b, s_q, a, d], contiguous. One tile of one head."""
+    """Compute delta [b, a, s_q] = row sums of out * out_grad, each [b, s_q, a, d], contiguous: one tile of one head."""
     head, heads = tl.program_id(1), tl.num_programs(1)
     batch, start, queries, _ = sequence_at(tl.program_id(2), cu_seqlens, s_q, s_q)
     first = tl.program_id(0) * BLOCK_Q
@@ -107,7 +107,7 @@ def query_gradient_kernel(
     CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, LENGTH=0,
 ):  # fmt: skip
-    """Gradients of one tile of queries; out_grad and q_grad: [b, s_q, a, d], contiguous."""
+    """Compute the gradients of one tile of queries; out_grad and q_grad: [b, s_q, a, d], contiguous."""
     head, heads = tl.program_id(1), tl.num_programs(1)
     batch, start, queries, keys = sequence_at(tl.program_id(2), cu_seqlens, s_q, s_k)
     first_query = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_Q
@@ -182,8 +182,8 @@ def key_gradient_kernel(
     CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, LENGTH=0,
 ):  # fmt: skip
-    """Gradients of one tile of keys and values. out_grad [b, s_q, a, d], k_grad, v_grad [b, s_k, kv, d], lse, delta
-    [b, a, s_q] are contiguous.
+    """Compute the gradients of one tile of keys and values. out_grad [b, s_q, a, d], k_grad, v_grad [b, s_k, kv, d],
+    lse, delta [b, a, s_q] are contiguous.
     """
     kv_head, kv_heads = tl.program_id(1), tl.num_programs(1)
     heads, width = kv_heads * group, kv_heads * group * HEAD_DIM
@@ -214,7 +214,7 @@ def key_gradient_kernel(
 def launch_delta(
     out: torch.Tensor, out_grad: torch.Tensor, cu_seqlens: torch.Tensor | None, longest: int
 ) -> torch.Tensor:
-    """delta [b, a, s] of out, out_grad [b, s, a, d], contiguous."""
+    """Return delta [b, a, s] of out, out_grad [b, s, a, d], contiguous."""
     batch, s_q, heads, head_dim = out.shape
     delta = torch.empty(batch, heads, s_q, dtype=torch.float32, device=out.device)
     if out.numel():
@@ -229,7 +229,9 @@ def launch_backward(
     out_grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     cu_seqlens: torch.Tensor | None, longest: int, causal: bool, scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Gradients of q, k, v, contiguous. out_grad, out: [b, s, a, d]; lse: [b, a, s]; longest: tokens in a sequence."""
+    """Return gradients of q, k, v, contiguous. out_grad, out: [b, s, a, d]; lse: [b, a, s]; longest: most tokens of a
+    sequence.
+    """
     q_grad, k_grad, v_grad = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     out_grad, out, lse = out_grad.contiguous(), out.contiguous(), lse.contiguous()
     (s_q, heads), (s_k, kv_heads), count = q.shape[1:3], k.shape[1:3], sequences_of(q, cu_seqlens)

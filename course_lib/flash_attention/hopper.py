@@ -1,33 +1,34 @@
 """FlashAttention-3's ideas, as far as Triton offers them on Hopper: the forward kernel again, fed by TMA.
 
-Between two products of matrices lies a softmax, and on an H100 it is not small. With a head size of 128, a query and a
-key cost 512 FLOPs on the tensor cores and one exponential; a cycle is good for 256 times as many of those FLOPs as of
-exponentials. Done in turns, the exponentials alone take a third of the time. FlashAttention-3 (Shah et al. 2024, §3)
-lets both units work at once:
+Between two matmuls there is a softmax, which is not small on an H100. With a head size of 128, a query and a key cost
+512 FLOPs on the tensor cores and one exponential; a cycle has 256 times as many of these FLOPs as exponentials. Done in
+sequence, the exponentials alone take a third of the time. FlashAttention-3 (Shah et al. 2024, §3) lets both units work
+at the same time:
 
-1. Tiles come by TMA: one thread asks for a tile, and hardware works out the addresses, fills with zeros what lies past
-   the end, and tells a barrier in shared memory. No registers, no address arithmetic, no masks.
-2. Warp specialisation: a producer warpgroup only asks for tiles, and gives its registers away; two consumers only
-   compute, each on its half of the queries. During the softmax of one, the products of the other can run.
-3. Overlap within a warpgroup (algorithm 2): the product with a tile's values runs during the softmax of the next.
+1. Tiles are loaded by TMA: one thread requests a tile, and hardware computes the addresses, fills with zeros past the
+   end, and signals a barrier in shared memory. No registers, no address arithmetic, no masks.
+2. Warp specialization: a producer warpgroup only requests tiles, and gives its registers away; two consumers only
+   compute, each on its half of the queries. During the softmax of one, the matmuls of the other can run.
+3. Overlap within a warpgroup (algorithm 2): the matmul with a tile's values runs during the softmax of the next.
 
-      producer     load k0 | load v0 | load k1 | load v1 | ...                       40 registers a thread
+      producer     load k0 | load v0 | load k1 | load v1 | ...                       40 registers per thread
       consumer 1   q1 k0^T | softmax | p1 v0 | q1 k1^T | softmax | ...              232
       consumer 2             q2 k0^T | softmax | p2 v0 | q2 k1^T | softmax | ...    232
 
-What Triton 3.7 makes of it for sm_90 (`compile_kernel(...)` shows it in .ttgir, .ptx and .report):
-- 2 wants 4 warps (it makes them 12), 128 queries, one loop without `if`, and descriptors that the kernel itself makes:
-  it cuts them in two, which it can't with those from the host. More warps, or an `if` round the mask: it is left out
-  without a word. A second loop, or q loaded by pointers: no compilation. 64 queries: both consumers compute all of
-  them. So here the mask, one comparison, is in every tile. A consumer waits for each product at once; that the two
-  take turns is up to the hardware's scheduler, since the paper's barriers between them are not offered.
-- 2 moves the number that a descriptor begins at, in place, by half a tile for the second consumer. Rows counted from
-  the same number would move twice, so they have one of their own (`first_row`). With three tiles in flight the results
-  are NaN, with heads of 64 wrong (Triton 3.6, H200): neither is offered.
-- 3 can be written, but not with 2: Triton waits for a product before its result is first used, so the loop has to use
-  it a turn later. The probabilities go round in float32: as 16 bits they would pass through shared memory, and
-  Triton would wait for the product that reads them there.
-- The paper's last idea, 8-bit products, is left out.
+What Triton 3.7 compiles for sm_90 (`compile_kernel(...)` shows it in .ttgir, .ptx and .report):
+- 2 needs 4 warps (Triton makes them 12), 128 queries, one loop without `if`, and descriptors that the kernel itself
+  creates: Triton splits them in two, which it cannot do with descriptors from the host. With more warps, or an `if`
+  around the mask, it is left out silently. With a second loop, or q loaded by pointers, compilation fails. With 64
+  queries, both consumers compute all of them. So the mask, one comparison, is in every tile here. A consumer waits for
+  each matmul immediately; whether the two alternate is up to the hardware's scheduler, since the paper's barriers
+  between them are not available.
+- 2 offsets the index at which a descriptor begins, in place, by half a tile for the second consumer. Rows counted from
+  the same index would be offset twice, so they have an index of their own (`first_row`). With three tiles in flight the
+  results are NaN, with heads of 64 wrong (Triton 3.6, H200): neither is offered.
+- 3 can be written, but not together with 2: Triton waits for a matmul before its result is first used, so the loop has
+  to use it one iteration later. The probabilities stay in float32 across iterations: in 16 bits they would pass through
+  shared memory, and Triton would wait for the matmul that reads them there.
+- The paper's last idea, 8-bit matmuls, is left out.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ from course_lib.kernels.rounding import cast, dot
 
 @triton.jit
 def online_softmax(scores, highest, total, first_key, last_seen, to_base_2, MASKED: tl.constexpr):
-    """One step: powers [BLOCK_Q, BLOCK_K] of this tile's scores, what the earlier sums shrink by, highest, total."""
+    """Take one step: return powers [BLOCK_Q, BLOCK_K] of this tile's scores, the factor that rescales earlier sums,
+    highest, total.
+    """
     if MASKED:
         key = first_key + tl.arange(0, scores.shape[1])[None, :]
         scores = tl.where(key <= last_seen[:, None], scores, float("-inf"))
@@ -68,7 +71,7 @@ def attend_specialized(
     q_tile, k_rows, v_rows, last_seen, end, to_base_2, MASKED: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """As attend_tiles, over the keys before `end`; what loads k and v is a warpgroup of its own."""
+    """Compute what attend_tiles does, over the keys before `end`; a warpgroup of its own loads k and v."""
     highest = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
     weighted = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
@@ -86,7 +89,7 @@ def attend_overlapped(
     q_tile, k_rows, v_rows, last_seen, end, to_base_2, MASKED: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The same; the product with a tile's values runs during the softmax of the next."""
+    """Compute the same; the matmul with a tile's values runs during the softmax of the next tile."""
     highest = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
     weighted = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
@@ -96,7 +99,7 @@ def attend_overlapped(
         k_tile = k_rows.load([first_key, 0])
         scores = dot(q_tile, tl.trans(k_tile), tl.zeros((BLOCK_Q, BLOCK_K), tl.float32))
         v_tile = v_rows.load([first_key - BLOCK_K, 0])
-        weighted = dot(cast(powers, v_tile.dtype), v_tile, weighted * shrink[:, None])  # read a turn later
+        weighted = dot(cast(powers, v_tile.dtype), v_tile, weighted * shrink[:, None])  # used one iteration later
         powers, shrink, highest, total = online_softmax(scores, highest, total, first_key, last_seen, to_base_2, MASKED)
     v_tile = v_rows.load([(end - 1) // BLOCK_K * BLOCK_K, 0])
     weighted = dot(cast(powers, v_tile.dtype), v_tile, weighted * shrink[:, None])
@@ -111,9 +114,11 @@ def hopper_forward_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     LENGTH=0,
 ):  # fmt: skip
-    """As flash_forward_kernel: one tile of queries of one head; out [b, s_q, a, d] and lse [b, a, s_q] contiguous."""
+    """Compute one tile of queries of one head, as flash_forward_kernel does; out [b, s_q, a, d] and lse [b, a, s_q] are
+    contiguous.
+    """
     head, heads, batch = tl.program_id(1), tl.num_programs(1), tl.program_id(2)
-    first_query = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_Q  # causal: those with the most keys begin
+    first_query = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_Q  # causal: those with the most keys start first
     q_head_at = head_at(q, batch, 0, head, q_batch, q_row, q_head)
     k_head_at = head_at(k, batch, 0, head // group, k_batch, k_row, k_head)
     v_head_at = head_at(v, batch, 0, head // group, v_batch, v_row, v_head)
@@ -138,7 +143,7 @@ def hopper_forward_kernel(
 
 
 def check_for_tma(name: str, x: torch.Tensor) -> None:
-    """Raises ValueError where TMA cannot read the rows of x: [b, s, a, d]."""
+    """Raise ValueError if TMA cannot read the rows of x: [b, s, a, d]."""
     steps = [x.stride(dim) * x.element_size() for dim in range(3) if x.shape[dim] > 1 or dim == 1]
     if x.stride(3) != 1 or x.stride(1) == 0 or x.data_ptr() % 16 or any(step % 16 for step in steps):
         raise ValueError(
@@ -150,7 +155,7 @@ def check_for_tma(name: str, x: torch.Tensor) -> None:
 def check_hopper_inputs(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, overlapped: bool = False
 ) -> None:
-    """Raises ValueError where q [b, s, a, d] and k, v [b, s', kv, d] do not fit one another, TMA, or the kernel."""
+    """Raise ValueError if q [b, s, a, d] and k, v [b, s', kv, d] do not fit one another, TMA, or the kernel."""
     check_attention(q, k, v, scale)
     dtypes = (torch.bfloat16, torch.float16) + (torch.float32,) * (not q.is_cuda)
     if q.dtype not in dtypes or q.shape[3] > 128:
@@ -167,12 +172,12 @@ def check_hopper_inputs(
         raise ValueError(
             f"heads of {q.shape[3]} numbers, {q.element_size()} bytes each: TMA wants a multiple of 16 bytes"
         )
-    for name, x in zip("qkv", (q, k, v)):
+    for name, x in zip("qkv", (q, k, v), strict=True):
         check_for_tma(name, x)
 
 
 def suits_hopper(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether these are on a GPU, and `hopper_attention` takes them."""
+    """True if these are on a GPU, and `hopper_attention` supports them."""
     if not q.is_cuda:
         return False
     try:
@@ -183,8 +188,8 @@ def suits_hopper(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 
 
 BLOCK_Q = 128
-# Tiles, warps, and for how many tiles of k and of v there is room: none of them spills a register. Overlapped, two
-# groups of four warps have half of the queries each; specialised, the compiler adds the warps that load.
+# Tiles, warps, and stages (tiles of k and of v in shared memory): none of them spills a register. Overlapped, two
+# groups of four warps have half of the queries each; specialized, the compiler adds the warps that load.
 HOPPER_CONFIGURATIONS = {
     overlapped: [
         triton.Config({"BLOCK_Q": BLOCK_Q, "BLOCK_K": block_k}, num_warps=warps, num_stages=stages)
@@ -199,7 +204,7 @@ HOPPER_KERNELS = {
 
 
 def descriptor_memory(size: int, alignment: int, stream: int | None) -> torch.Tensor:
-    """Memory for the descriptors that the programs make, 128 bytes each: Triton asks for it before the launch."""
+    """Return memory for the descriptors of the programs, 128 bytes each: Triton allocates it before a launch."""
     return torch.empty(size, dtype=torch.int8, device="cuda")  # PyTorch aligns to 512 bytes
 
 
@@ -207,12 +212,13 @@ def hopper_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = True, scale: float | None = None,
     overlapped: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Attention forward: out [b, s, a, d] in q's dtype and lse [b, a, s] in float32; nothing is kept for backward.
+    """Compute attention forward: return out [b, s, a, d] in q's dtype and lse [b, a, s] in float32; nothing is kept for
+    backward.
 
-    q: [b, s, a, d]; k, v: [b, s', kv, d], kv divides a; causal: query i sees keys 0..i; scale: 1 / sqrt(d) where None.
-    overlapped: idea 3 of this module in place of 2. Raises ValueError for what TMA cannot read, for shapes and dtypes
-    that do not fit (float32 only in the interpreter; heads of up to 64 there or overlapped), and on another GPU than
-    Hopper.
+    q: [b, s, a, d]; k, v: [b, s', kv, d], kv divides a; causal: query i sees keys 0..i; scale: 1 / sqrt(d) if None.
+    overlapped: idea 3 of this module instead of 2. Raises ValueError for tensors that TMA cannot read, for shapes and
+    dtypes that do not fit (float32 only in the interpreter; heads of up to 64 only there or overlapped), and on GPUs
+    other than Hopper.
     """
     check_hopper_inputs(q, k, v, scale, overlapped)
     batch, queries, heads, head_dim = q.shape

@@ -14,6 +14,7 @@ Dao et al. 2022; Dao 2023.
 from __future__ import annotations
 
 import argparse
+import functools
 import warnings
 from collections.abc import Callable
 
@@ -39,7 +40,7 @@ FASTEST: dict[tuple, Callable] = {}  # by what was asked, the way that was faste
 
 
 def launch_hopper(q, k, v, cu_seqlens, longest, causal, scale) -> tuple[torch.Tensor, torch.Tensor]:
-    """As launch_forward, by Hopper's kernel."""
+    """Launch Hopper's forward kernel, with the arguments and results of launch_forward."""
     return hopper_attention(q, k, v, causal, scale)
 
 
@@ -55,10 +56,10 @@ def fastest(ways: tuple[Callable, ...], q: torch.Tensor, longest: int, causal: b
                 for mine, right in zip(way(*given), wanted, strict=True):
                     largest = right.abs().nan_to_num(posinf=0).max().item() if right.numel() else 0.0
                     torch.testing.assert_close(mine, right, rtol=0.02, atol=0.02 * largest, equal_nan=True)
-                times[way] = triton.testing.do_bench(lambda: way(*given), warmup=5, rep=20)
+                times[way] = triton.testing.do_bench(functools.partial(way, *given), warmup=5, rep=20)
             except Exception as error:  # of the compiler, or of a launch, as well
                 warnings.warn(f"{way.__name__} is not used: {str(error).strip().splitlines()[0]}", stacklevel=2)
-        FASTEST[key] = min(times, key=times.get)
+        FASTEST[key] = min(times, key=lambda way: times[way])
     return FASTEST[key]
 
 
@@ -100,7 +101,7 @@ def _(out_grad, q, k, v, out, lse, cu_seqlens, longest, causal, scale):
 
 
 def keep_attention(ctx, inputs, output) -> None:
-    """What backward needs: no scores, one number a row."""
+    """Save what backward needs: no scores, one number per row."""
     q, k, v, cu_seqlens, *ctx.settings = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(q, k, v, *output, cu_seqlens)
@@ -147,7 +148,7 @@ def use_flash_attention(model: nn.Module, attention=flash_attention) -> nn.Modul
     """Let every layer of a `Transformer` compute `attention`, in place; returns the model. Its parameters stay.
 
     Before apply_context_parallel, which takes FLASH_BLOCK instead, and before apply_recompute. An attention that
-    another verb has put there is left to it.
+    another transform has replaced is left alone.
     """
     need_transformer(model, "use_flash_attention", "flash_attention(q, k, v) works in any model's attention")
     for module in model.modules():
@@ -168,7 +169,7 @@ def flash_block_forward(q, k, v, causal: bool) -> tuple[torch.Tensor, torch.Tens
 
 
 # exercise 13.9
-def flash_block_backward(gradient, q, k, v, out, lse, causal: bool) -> tuple[torch.Tensor, ...]:
+def flash_block_backward(gradient, q, k, v, out, lse, causal: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return gradients of q, k, v through a block, with the out and lse of all blocks: `AttentionBlock.backward`.
 
     lse: [b, s, a]. Raises ValueError as check_for_kernel.
@@ -205,12 +206,12 @@ def flash_attention_varlen(
     causal: bool = True,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """As flash_attention for sequences side by side in one row, each for itself: [t, a, d] for q [t, a, d] and k, v
+    """Compute flash_attention for sequences packed into one row, each by itself: [t, a, d] for q [t, a, d] and k, v
     [t, kv, d].
 
     cu_seqlens: int32 [sequences + 1], on q's device: 0, then the end of each sequence, the last one t. max_seqlen: of
-    the longest one, known on the host. Too large, it costs some programs that end at once; too small, what lies beyond
-    is not written, and nobody looks. As flash_attn_varlen_func (Dao 2023) takes them.
+    the longest one, known on the host. A larger value costs some programs that end at once; with a smaller one, rows
+    beyond it are not written, and this is not checked. As flash_attn_varlen_func (Dao 2023) takes them.
     """
     if q.ndim != 3 or k.ndim != 3 or v.ndim != 3 or k.shape[0] != q.shape[0]:
         raise ValueError(
@@ -238,7 +239,7 @@ def packed_attention(cu_seqlens: torch.Tensor, max_seqlen: int):
     def attend_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         if q.shape[0] != 1:
             raise ValueError(f"q is {list(q.shape)}: expected one packed row, [1, t, a, d]")
-        return flash_attention_varlen(*(x.squeeze(0) for x in (q, k, v)), cu_seqlens, max_seqlen)[None]
+        return flash_attention_varlen(q[0], k[0], v[0], cu_seqlens, max_seqlen)[None]
 
     return attend_packed
 
@@ -269,11 +270,11 @@ ATTENTIONS = {
 
 
 def main(argv: list[str] | None = None) -> list[dict]:
-    """Train as the options say; prints one line a step, writes the records where --out says, and returns them."""
-    chosen = options(argv)
+    """Train as the options say; prints one line per step, writes the records where --out says, and returns them."""
+    args = options(argv)
     return single_gpu.run(
-        chosen,
-        build=lambda config, seed: use_flash_attention(Transformer(config, seed), ATTENTIONS[chosen.attention]),
+        args,
+        build=lambda config, seed: use_flash_attention(Transformer(config, seed), ATTENTIONS[args.attention]),
     )
 
 

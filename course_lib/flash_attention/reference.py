@@ -77,7 +77,7 @@ def scale_or_default(scale: float | None, head_dim: int) -> float:
 
 
 def wide_dtype(x: torch.Tensor) -> torch.dtype:
-    """What sums of x are taken in: float64 for float64, else float32."""
+    """Return the dtype of sums of x: float64 for float64, otherwise float32."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -94,7 +94,7 @@ def fold_heads(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
 
 
 def unfold_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """What fold_heads made of [b, n, a, d], as that again; a = heads."""
+    """Undo fold_heads: return [b, n, a, d], with a = heads."""
     b, kv_heads, rows, d = x.shape
     return x.reshape(b, heads, kv_heads * rows // heads, d).transpose(1, 2)
 

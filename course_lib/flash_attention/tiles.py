@@ -1,4 +1,4 @@
-"""Which tiles of the score matrix FlashAttention computes, and what that costs.
+"""Tiles of the score matrix that FlashAttention computes, and their cost.
 
 The scores of s queries and s' keys are cut into tiles of block_q x block_k. One program owns a row of tiles: its block
 of queries stays on chip while the keys go by. Under a causal mask (query i sees keys 0..i) there are three kinds, here
@@ -10,16 +10,16 @@ with blocks of 2 queries and 2 keys, where x is a pair that is seen and a dot on
     x x | x . |
     x x | x x |         A row of tiles is full ones, then partial ones, then skipped ones. So two numbers describe it:
     ----+-----+----     the keys [0, unmasked_end) and [unmasked_end, end). A kernel runs one loop over both, with the
-    x x | x x | x .     mask behind an `if`: a second loop would make each product wait for the one before.
+    x x | x x | x .     mask behind an `if`: a second loop would make each matmul wait for the one before.
     x x | x x | x x
 
 The last keys, where block_k does not divide s', are a partial tile as well: the lanes past the end are masked.
 
 Each visible pair costs 4 d FLOPs forward (q k^T and p v, 2 d each) and 10 d backward, where q k^T is computed again and
-dp, dv, dq and dk are four products more: 2.5 times as much. Under a causal mask about half of the pairs are visible,
+dp, dv, dq and dk are four more matmuls: 2.5 times as much. Under a causal mask about half of the pairs are visible,
 and about half of the tiles remain where the blocks are small beside s. Of a tile on the diagonal about half is waste.
 
-Dao 2023 (FlashAttention-2), §3.1.1, "Causal masking" (skipped tiles, one mask a row), and §4.1 (these FLOPs).
+Dao 2023 (FlashAttention-2), §3.1.1, "Causal masking" (skipped tiles, one mask per row), and §4.1 (these FLOPs).
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def flops_backward(b: int, s_q: int, s_k: int, heads: int, head_dim: int, causal
 
 
 class ComputedShare(NamedTuple):
-    """What skipping saves, and what it leaves to waste."""
+    """Work saved by skipping tiles, and work still wasted on masked pairs."""
 
     of_tiles: float  # tiles computed, of all tiles
     visible: float  # visible pairs, of all pairs of the computed tiles: a tile at an end counts as a whole one

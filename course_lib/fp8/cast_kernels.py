@@ -24,7 +24,7 @@ SCALE_FLOOR = tl.constexpr(SMALLEST_SCALE)
 # The rows (or columns) of a tile that share a scale: each has its own, those of the tile, those of the matrix.
 EACH, PROGRAM_TILE, MATRIX = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 # The source of scales: the tile's own amax, an amax that was measured before, or given scales.
-OWN_AMAX, MEASURED_AMAX, GIVEN_SCALE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+LOCAL_AMAX, MEASURED_AMAX, GIVEN_SCALE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.constexpr_function
@@ -122,7 +122,7 @@ def quantize_tile(
     if SOURCE == GIVEN_SCALE:
         return round_tile(tile, tl.load(scale + offset, exists, other=1.0), dtype, False, False)
     else:  # without the else, the compiler compiles what follows a return
-        if SOURCE == OWN_AMAX:
+        if SOURCE == LOCAL_AMAX:
             block_amax = finite_amax(tile, DOWN, ACROSS)
         else:
             block_amax = tl.load(amax + offset, exists, other=0.0)

@@ -29,7 +29,7 @@ from course_lib.fp8.cast_kernels import (
     GIVEN_SCALE,
     MATRIX,
     MEASURED_AMAX,
-    OWN_AMAX,
+    LOCAL_AMAX,
     PROGRAM_TILE,
     amax_kernel,
     quantize_kernel,
@@ -184,11 +184,11 @@ def launch_quantize(
 ) -> None:  # fmt: skip
     """Fill `outputs`. The kernel takes all scales in the order of x."""
     values, new, transposed, transposed_new, recorded = (each if each.numel() else None for each in outputs)
-    source = (GIVEN_SCALE if scale is not None else OWN_AMAX if amax is None else MEASURED_AMAX).value
+    source = (GIVEN_SCALE if scale is not None else LOCAL_AMAX if amax is None else MEASURED_AMAX).value
     across = block[::-1]
     blocks = [block] * (values is not None) + [across] * (transposed is not None)
     tile = tile_launch(
-        blocks, transposed is not None, x.shape[1] if block == ROW and source == OWN_AMAX.value else None
+        blocks, transposed is not None, x.shape[1] if block == ROW and source == LOCAL_AMAX.value else None
     )
     if scale is None:
         rowwise_scale, columnwise_scale = new, None if transposed_new is None else transposed_new.t()

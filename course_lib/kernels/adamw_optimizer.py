@@ -14,7 +14,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def first_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What AdamW keeps of a parameter, before its first step."""
+    """Return AdamW's state of a parameter before its first step."""
     moments = {name: torch.zeros_like(parameter) for name in MOMENTS}
     return {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)} | moments
 
@@ -54,13 +54,13 @@ def adamw_many_kernel(
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured."""
+    """Return whether a CUDA graph is being captured."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 @functools.lru_cache(maxsize=16)
 def owners_of(numels: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Of each program: its tensor, and its block of that. int32 [programs, 2]."""
+    """Return the tensor of each program, and the program's block in it: int32 [programs, 2]."""
     blocks = torch.tensor([triton.cdiv(numel, BLOCK) for numel in numels])
     tensor = torch.arange(len(numels)).repeat_interleave(blocks)
     block = torch.arange(len(tensor)) - (blocks.cumsum(0) - blocks)[tensor]
@@ -87,7 +87,7 @@ def update_many(
             update(master, grad, exp_avg, exp_avg_sq, None, step, lr, beta1, beta2, eps, weight_decay)
         return
     rows = [(*(each.data_ptr() for each in row), row[0].numel()) for row in buffers]
-    by_alignment = {True: [], False: []}
+    by_alignment: dict[bool, list[tuple]] = {True: [], False: []}
     for row in rows:
         by_alignment[all(number % 16 == 0 for number in (*row[:4], row[5]))].append(row)
     for aligned, some in by_alignment.items():
@@ -135,7 +135,7 @@ class FusedAdamW(torch.optim.Optimizer):
         self.stepped = False
 
     def add_param_group(self, param_group: dict) -> None:
-        """As that of torch.optim.Optimizer. Raises ValueError, and adds nothing, where it cannot be trained."""
+        """Add a parameter group. Raises ValueError, and adds nothing, if the group cannot be trained."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:

@@ -65,7 +65,7 @@ __device__ float elu_of(float x, float alpha) {
     return x < 0 ? alpha * expm1f(x) : x;
 }
 
-// One element a thread: thread i of the grid has element i, so that a warp's 32 loads are 128 neighbouring bytes.
+// One element a thread: thread i of the grid has element i, so that a warp's 32 loads are 128 adjacent bytes.
 extern "C" __global__ void elu_one(const float* x, float* out, float alpha, size_t n) {
     size_t i = size_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i < n)  // the last block reaches past the end
@@ -178,7 +178,8 @@ def require_cuda() -> None:
     if not (torch.cuda.is_available() and torch.version.cuda):
         raise CannotBuild("there is no NVIDIA GPU, or PyTorch is a build without CUDA")
     about = subprocess.run([find_nvcc(), "--version"], capture_output=True, text=True, check=True).stdout
-    release = re.search(r"release (\d+)", about)[1]
+    version = re.search(r"release (\d+)", about)
+    release = version[1] if version else "unknown"
     if release != torch.version.cuda.split(".")[0]:
         raise CannotBuild(f"nvcc is of CUDA {release}, PyTorch of CUDA {torch.version.cuda}")
 
@@ -246,7 +247,7 @@ def build_elu() -> Callable[..., torch.Tensor]:
 
 @dataclass(frozen=True)
 class Resources:
-    """What nvcc's assembler says of one kernel; spills are bytes that go to memory because registers ran out."""
+    """The resources of one kernel by nvcc's assembler; spills are bytes that go to memory because registers ran out."""
 
     registers: int  # a thread
     spilled_bytes: int  # a thread, stores
@@ -262,14 +263,17 @@ def nvcc_report(source: str = CUDA_KERNELS, arch: str = "sm_90") -> dict[str, Re
         file = Path(folder, "kernels.cu")
         file.write_text(source)
         command = [find_nvcc(), "-cubin", f"-arch={arch}", "--resource-usage", file.name, "-o", "kernels.cubin"]
-        compiler = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+        compiler = subprocess.run(command, check=False, capture_output=True, text=True, cwd=folder)
     report = compiler.stdout + compiler.stderr
     if compiler.returncode:
         raise ValueError(f"nvcc: {report.strip()}")
-    found = {}
+
+    def number(pattern: str, text: str) -> int:
+        match = re.search(pattern, text)
+        return int(match[1]) if match else 0
+
+    resources = {}
     for part in report.split("Compiling entry function ")[1:]:
-        registers = re.search(r"Used (\d+) registers", part)
-        spilled = re.search(r"(\d+) bytes spill stores", part)
-        shared = re.search(r"(\d+) bytes smem", part)
-        found[part.split("'")[1]] = Resources(int(registers[1]), int(spilled[1]), int(shared[1]) if shared else 0)
-    return found
+        patterns = r"Used (\d+) registers", r"(\d+) bytes spill stores", r"(\d+) bytes smem"
+        resources[part.split("'")[1]] = Resources(*(number(pattern, part) for pattern in patterns))
+    return resources

@@ -4,8 +4,8 @@
 
     naive      thread.x walks down the rows. The 32 threads of a warp want 32 rows of one column of a: addresses k
                floats apart, one sector of 32 bytes each, of which 4 are used. Stores of c alike.
-    coalesced  the same loop; row = thread / 32, column = thread % 32. A warp has 32 neighbours of one row of c: it
-               loads 128 neighbouring bytes of b, and of a one number for all. Not a line of arithmetic is different.
+    coalesced  the same loop; row = thread / 32, column = thread % 32. A warp has 32 adjacent elements of a row of c: it
+               loads 128 adjacent bytes of b, and of a one number for all. Not a line of arithmetic is different.
     tiled      32x32 threads first copy a tile of a and a tile of b to shared memory, each number read from global
                memory once by one thread and used by 32: 32 times fewer bytes. Two barriers: no thread may multiply
                before all have loaded, nor load the next tile before all have multiplied.

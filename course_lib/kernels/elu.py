@@ -3,20 +3,20 @@
     ELU(x) = x                  where x >= 0            (Clevert et al., 2015)
              alpha (e^x - 1)    where x < 0
 
-A GPU runs one program many times at once, and each run, a *program* in Triton's words, works on a block of elements:
+A GPU runs one program many times at once, and each run, a *program* in Triton's terms, works on a block of elements:
 
     elements   0 ........ 1023 | 1024 ....... 2047 | 2048 ..... 2499
     program    program_id 0    | program_id 1      | program_id 2, the last 572 lanes masked off
 
 All kernels go by the same steps. `tl.program_id`: which block is mine. `tl.arange`: the numbers of its elements, all
-at once. A mask: which of them exist, since the last block is seldom full and what lies behind belongs to somebody
-else. `tl.load`: from global memory into registers. Arithmetic, which costs next to nothing here. `tl.store`: back.
+at once. A mask: which of them exist, since the last block is seldom full and what lies behind belongs to another
+tensor. `tl.load`: from global memory into registers. Arithmetic, which costs next to nothing here. `tl.store`: back.
 
 What it costs: each element is read once and written once, 8 bytes in float32 for a dozen operations, and an H100 does
 some 20 float32 operations in the time that one byte takes. So this kernel is as fast as memory is, and no cleverness
-in its arithmetic will show; only fusing it with its neighbours saves bytes. A block of 1,024 elements in 4 warps is 8
-elements a thread: two loads of 16 bytes in float32, one in bfloat16. (Loads are that wide where 16 divides the number
-of elements; otherwise the mask may change at any of them, and the compiler loads one by one.)
+in its arithmetic will show; only fusing it with adjacent operations saves bytes. A block of 1,024 elements in 4 warps
+is 8 elements per thread: two loads of 16 bytes in float32, one in bfloat16. (Loads are that wide if 16 divides the
+number of elements; otherwise the mask may change at any of them, and the compiler loads one by one.)
 
 `e^x - 1` near zero: e^x is close to 1, so the subtraction cancels what the last bits of e^x knew. At x = -1e-6 three
 digits are left in float32, at x = -1e-8 none. PyTorch calls the C library's `expm1`, the

@@ -152,8 +152,8 @@ def adamw_step(
 ) -> None:
     """One step of AdamW, in place, over flat buffers [n]: master, exp_avg, exp_avg_sq of float32, any float `grad`.
 
-    step: its number, from 1 on: a float32 tensor of one element on the same device, as torch.optim keeps it; whoever
-    calls adds 1 before. weights: a bfloat16 or float16 copy of master [n], written in the same pass. lr is a Python
+    step: its number, from 1 on: a float32 tensor of one element on the same device, as torch.optim keeps it; the
+    caller adds 1 first. weights: a bfloat16 or float16 copy of master [n], written in the same pass. lr is a Python
     number: a captured CUDA graph keeps the one that it saw. Raises ValueError, and changes nothing, for other shapes,
     dtypes and devices, and for numbers out of range.
     """

@@ -3,17 +3,17 @@
     logits = hidden · weightᵀ        loss = mean over the counted rows of  log Σ_j exp(logits_j) - logits_target
 
 With t = b·s tokens the logits are a step's largest tensor, and the eager path has it several times: logits in the
-products' type, a float32 copy, its log-softmax, and in backward the gradients of these two. At the peak that is
-t·v·(4 + 4 + 4) bytes, log-softmax and both gradients, and e more for logits of e bytes an element that somebody still
-holds: 25 or 29 GB for 16,384 tokens and 128,256 words in BF16.
+matmuls' dtype, a float32 copy, its log-softmax, and in backward the gradients of these two. At the peak that is
+t·v·(4 + 4 + 4) bytes, log-softmax and both gradients, and e more for logits of e bytes per element that are still
+referenced: 25 or 29 GB for 16,384 tokens and 128,256 words in BF16.
 
 The loss is a sum over rows, and each row's gradient, softmax - onehot(target), is known as soon as its logits are. So
 one pass over chunks of c rows does it all, forward and backward:
 
-    logits       = hidden[chunk] · weightᵀ                          [c, v]  a product: cuBLAS
+    logits       = hidden[chunk] · weightᵀ                          [c, v]  a matmul: cuBLAS
     loss, dlogits in the place of logits                            [c, v]  one Triton kernel, a row a program
-    grad_hidden[chunk]  = dlogits · weight                          [c, h]  a product
-    grad_weight        += dlogitsᵀ · hidden[chunk]                  [v, h]  a product, summed in float32
+    grad_hidden[chunk]  = dlogits · weight                          [c, h]  a matmul
+    grad_weight        += dlogitsᵀ · hidden[chunk]                  [v, h]  a matmul, summed in float32
 
 and backward only multiplies the two gradients by (the incoming gradient) / (the number of counted rows). That factor
 comes last on purpose: 1/t would push the small elements of dlogits below what FP16 has, and FP16's loss scale, which is
@@ -123,7 +123,7 @@ def chunk_size(tokens: int, hidden: int, vocab: int) -> int:
     return max(1, min(max(like_hidden, like_gradient), tokens))
 
 
-def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+def add_matmul(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """total += a @ b, in place. total: [m, n], float32; a: [m, k], b: [k, n], of one dtype."""
     if a.dtype != total.dtype and total.is_cuda:  # tensor cores add in float32: so does the sum over chunks
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
@@ -163,7 +163,7 @@ def chunked_cross_entropy(
         if hidden_needed:
             torch.mm(chunk_logits, weight, out=grad_hidden[chunk])
         if weight_needed:
-            add_product(grad_weight, chunk_logits.t(), rows)
+            add_matmul(grad_weight, chunk_logits.t(), rows)
     count = (targets != ignore_index).sum()
     return losses.sum() / count if mean else losses.sum(), count, grad_hidden, grad_weight
 
@@ -236,7 +236,7 @@ def linear_cross_entropy(
         raise ValueError(f"hidden is {hidden.dtype}, weight {weight.dtype}: give one of FP32, BF16 and FP16 for both")
     dtype = torch.get_autocast_dtype(kind) if autocast else hidden.dtype
     hidden, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    rows = chunk_rows or chunk_size(*hidden.shape, len(weight))
+    rows = chunk_rows or chunk_size(len(hidden), hidden.shape[1], len(weight))
     needed = [tensor.requires_grad and torch.is_grad_enabled() for tensor in (hidden, weight)]
     return chunked_cross_entropy(hidden, weight, targets, ignore_index, reduction == "mean", rows, dtype, *needed)[0]
 

@@ -89,7 +89,7 @@ def sum_dtype(x: torch.Tensor, residual: torch.Tensor) -> torch.dtype:
 class FusedRMSNorm(nn.RMSNorm):
     """nn.RMSNorm over the last dimension by `rms_norm`; `forward(x, residual)` returns (y, x + residual) as well.
 
-    Raises ValueError for more than one normalised dimension, or without a weight.
+    Raises ValueError for more than one normalized dimension, or without a weight.
     """
 
     def __init__(self, normalized_shape, eps=None, elementwise_affine=True, device=None, dtype=None):
@@ -217,7 +217,7 @@ def _(dy, dsum, summed, weight, rstd):
 
 
 def keep(ctx, inputs, output):
-    """What backward needs: the rows that were normalised, the weight, and rstd. A gradient that is none stays None."""
+    """Save what backward needs: the normalized rows, the weight, and rstd. A gradient of None stays None."""
     *added, weight, eps = inputs
     rstd = output[-1]
     ctx.mark_non_differentiable(rstd)

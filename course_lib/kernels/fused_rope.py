@@ -89,13 +89,13 @@ def rope_kernel(
     out += token * heads * (2 * HALF)
     for start in range(0, heads, HEADS):
         head = (start + tl.arange(0, HEADS)).to(tl.int64)[:, None]
-        there = (head < heads) & inside[None, :]  # [HEADS, PAIRS]
+        in_bounds = (head < heads) & inside[None, :]  # [HEADS, PAIRS]
         source = x + head * x_head + pair[None, :]
-        first = widen(tl.load(source, mask=there))
-        second = widen(tl.load(source + HALF, mask=there))
+        first = widen(tl.load(source, mask=in_bounds))
+        second = widen(tl.load(source + HALF, mask=in_bounds))
         target = out + head * (2 * HALF) + pair[None, :]
-        tl.store(target, cast(first * c - second * s, out.dtype.element_ty), mask=there)
-        tl.store(target + HALF, cast(second * c + first * s, out.dtype.element_ty), mask=there)
+        tl.store(target, cast(first * c - second * s, out.dtype.element_ty), mask=in_bounds)
+        tl.store(target + HALF, cast(second * c + first * s, out.dtype.element_ty), mask=in_bounds)
 
 
 @torch.library.custom_op("course::rope", mutates_args=())
@@ -109,10 +109,10 @@ def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, backwards: bool,
         batch, positions, heads, head_dim = x.shape
         angle_batch = cos.stride(0) if cos.dim() == 3 else 0
         pairs = triton.next_power_of_2(head_dim // 2)
-        together = min(triton.next_power_of_2(heads), max(MOST_PAIRS // pairs, 1))
+        heads_per_program = min(triton.next_power_of_2(heads), max(MOST_PAIRS // pairs, 1))
         strides = (*x.stride()[:3], angle_batch, cos.stride(-2))
-        sizes = {"HALF": head_dim // 2, "PAIRS": pairs, "HEADS": together}
-        warps = min(max(together * pairs // WARP_PAIRS, 1), 8)
+        sizes = {"HALF": head_dim // 2, "PAIRS": pairs, "HEADS": heads_per_program}
+        warps = min(max(heads_per_program * pairs // WARP_PAIRS, 1), 8)
         with torch.cuda.device_of(x):
             rope_kernel[(batch * positions,)](
                 x, cos, sin, out, positions, heads, *strides, **sizes, BACKWARDS=backwards, num_warps=warps
@@ -126,7 +126,7 @@ def _(x, cos, sin, backwards, dtype):
 
 
 def keep(ctx, inputs, output):
-    """What backward needs: the angles. Not x: the turn is linear."""
+    """Save what backward needs: the angles, but not x, since the rotation is linear."""
     x, cos, sin, ctx.backwards, _ = inputs
     ctx.dtype = x.dtype
     ctx.save_for_backward(cos, sin)

@@ -96,12 +96,12 @@ def softmax_backward_kernel(dy, y, dx, dy_stride, rows, columns, ROWS: tl.conste
 def softmax_long_backward_kernel(dy, y, dx, dy_stride, columns, BLOCK: tl.constexpr):
     """One row, in blocks: first the sum of dy y, then dx."""
     row = tl.program_id(0).to(tl.int64)
-    products = tl.zeros([BLOCK], tl.float32)
+    partial_sums = tl.zeros([BLOCK], tl.float32)
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
         probabilities = widen(tl.load(y + row * columns + column, mask=column < columns, other=0.0))
-        products += probabilities * widen(tl.load(dy + row * dy_stride + column, mask=column < columns, other=0.0))
-    total = tl.sum(products, axis=0)
+        partial_sums += probabilities * widen(tl.load(dy + row * dy_stride + column, mask=column < columns, other=0.0))
+    total = tl.sum(partial_sums, axis=0)
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
         probabilities = widen(tl.load(y + row * columns + column, mask=column < columns, other=0.0))
@@ -159,7 +159,7 @@ def _(dy, y, dtype):
 
 
 def keep_softmax(ctx, inputs, output):
-    """What backward needs: the result, and the type of x."""
+    """Save what backward needs: the result, and the dtype of x."""
     x, dtype = inputs
     ctx.x_dtype = x.dtype
     ctx.save_for_backward(output)

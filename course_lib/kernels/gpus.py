@@ -65,10 +65,10 @@ class GPU:
 
 def read_resources() -> dict[str, dict[str, str]]:
     """Return the figures of gpu_resources.csv: by GPU or compute capability, then by quantity."""
-    found: dict[str, dict[str, str]] = {}
+    values: dict[str, dict[str, str]] = {}
     for row in read_table("gpu_resources.csv"):
-        found.setdefault(row["of"], {})[row["quantity"]] = row["value"]
-    return found
+        values.setdefault(row["of"], {})[row["quantity"]] = row["value"]
+    return values
 
 
 def load_gpus() -> dict[str, GPU]:
@@ -76,24 +76,27 @@ def load_gpus() -> dict[str, GPU]:
     resources, sheets = read_resources(), hardware()
     shared = {name: values for name, values in resources.items() if name.startswith("compute capability")}
     gpus = {}
-    for name, own in resources.items():
+    for name, row_of in resources.items():
         if name in shared:
             continue
-        sheet = sheets[own["hardware_csv"]]
-        common = {key: int(value) for key, value in shared[f"compute capability {own['compute_capability']}"].items()}
-        clock, sms = 1e6 * float(own["clock_mhz"]), int(own["sms"])
+        sheet = sheets[row_of["hardware_csv"]]
+        common = {
+            key: int(value) for key, value in shared[f"compute capability {row_of['compute_capability']}"].items()
+        }
+        major, minor = row_of["compute_capability"].split(".")
+        clock, sms = 1e6 * float(row_of["clock_mhz"]), int(row_of["sms"])
         tensor = {"bfloat16": sheet["bf16_dense_tflops"], "float16": sheet["bf16_dense_tflops"]}
         tensor |= {"float8_e4m3fn": sheet["fp8_dense_tflops"]} if sheet["fp8_dense_tflops"] else {}
         gpus[name] = GPU(
             **common,
-            name=own["hardware_csv"],
-            compute_capability=tuple(int(part) for part in own["compute_capability"].split(".")),
+            name=row_of["hardware_csv"],
+            compute_capability=(int(major), int(minor)),
             sms=sms,
-            l2_bytes=int(own["l2_bytes"]),
-            l2_bytes_per_clock=float(own["l2_bytes_per_clock"]) if "l2_bytes_per_clock" in own else None,
+            l2_bytes=int(row_of["l2_bytes"]),
+            l2_bytes_per_clock=float(row_of["l2_bytes_per_clock"]) if "l2_bytes_per_clock" in row_of else None,
             memory_bytes=float(sheet["hbm_gb"]) * GIB,
             bytes_per_s=float(sheet["hbm_tb_s"]) * 1e12,
-            memory_latency_s=float(own["memory_latency_ns"]) * 1e-9 if "memory_latency_ns" in own else None,
+            memory_latency_s=float(row_of["memory_latency_ns"]) * 1e-9 if "memory_latency_ns" in row_of else None,
             clock_hz=clock,
             peak_flops={dtype: float(tflops) * 1e12 for dtype, tflops in tensor.items()}
             | {"float32": 2 * sms * common["cores_per_sm"] * clock},
@@ -135,9 +138,9 @@ def draw_memory_hierarchy(ax, gpu: GPU) -> None:
         low, top, bottom = len(levels) - row - 1, 2.7 + 0.6 * row, 3.2 + 0.6 * row
         corners = [(-bottom / 2, low), (bottom / 2, low), (top / 2, low + 0.94), (-top / 2, low + 0.94)]
         ax.fill(*zip(*corners, strict=True), color=color)
-        words = name.replace(" and ", "\nand ")
-        ax.text(0, low + 0.47, words, ha="center", va="center", color="white", fontsize=8.5)
-        lines = [size, ", ".join(word for word in (bandwidth, scope) if word)]
+        label = name.replace(" and ", "\nand ")
+        ax.text(0, low + 0.47, label, ha="center", va="center", color="white", fontsize=8.5)
+        lines = [str(size), ", ".join(str(each) for each in (bandwidth, scope) if each)]
         ax.text(2.8, low + 0.47, "\n".join(lines), va="center", fontsize=8.5, linespacing=1.4)
     ax.set(xlim=(-2.6, 7.2), ylim=(-0.1, len(levels) + 0.1))
     ax.set_title(gpu.name, fontsize=10)

@@ -33,7 +33,7 @@ CONFIGURATIONS = [
 
 
 def tunable(configurations: list[triton.Config]) -> list[triton.Config]:
-    """What an autotuner may try here: in the interpreter, where time says nothing, the first one."""
+    """Return the configurations that an autotuner may try here; in the interpreter only the first one."""
     return configurations[:1] if triton.knobs.runtime.interpret else configurations
 
 
@@ -93,18 +93,20 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def strips_per_wave(tiles_m: int, tiles_n: int, group: int, running: int) -> float:
     """Strips of a (a tile's rows, all of k) and of b that `running` programs want between them, mean over the waves:
-    what has to come from memory for them, where they run in step and the L2 cache holds what one of them has fetched.
+    what has to come from memory for them, if they run in lockstep and the L2 cache holds what one has fetched.
     A model: programs start in the order of their numbers, in waves.
     """
     wanted, waves = 0, 0
     for first in range(0, tiles_m * tiles_n, running):
-        tiles = [place(p, tiles_m, tiles_n, group) for p in range(first, min(first + running, tiles_m * tiles_n))]
+        tiles = [
+            tile_of_program(p, tiles_m, tiles_n, group) for p in range(first, min(first + running, tiles_m * tiles_n))
+        ]
         wanted += len({row for row, _ in tiles}) + len({column for _, column in tiles})
         waves += 1
     return wanted / waves
 
 
-def place(program: int, tiles_m: int, tiles_n: int, group: int) -> tuple[int, int]:
+def tile_of_program(program: int, tiles_m: int, tiles_n: int, group: int) -> tuple[int, int]:
     """`tile_of` in Python."""
     first = program // (group * tiles_n) * group
     rows = min(tiles_m - first, group)

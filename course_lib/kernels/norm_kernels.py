@@ -22,11 +22,11 @@ from course_lib.kernels.rounding import cast, widen
 
 
 @triton.jit
-def load_sum(x, residual, x_place, residual_place, inside, dtype: tl.constexpr):
+def load_sum(x, residual, x_index, residual_index, inside, dtype: tl.constexpr):
     """x + residual at these places as float32, rounded to `dtype` on the way; x alone where residual is None."""
-    s = widen(tl.load(x + x_place, mask=inside, other=0.0))
+    s = widen(tl.load(x + x_index, mask=inside, other=0.0))
     if residual is not None:
-        s = widen(cast(s + widen(tl.load(residual + residual_place, mask=inside, other=0.0)), dtype))
+        s = widen(cast(s + widen(tl.load(residual + residual_index, mask=inside, other=0.0)), dtype))
     return s
 
 
@@ -39,16 +39,16 @@ def norm_forward_kernel(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # times a stride it may pass 2^31
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows)[:, None] & (column < hidden)
-    place = row[:, None] * hidden + column
-    kept_dtype: tl.constexpr = x.dtype.element_ty if summed is None else summed.dtype.element_ty
-    x_place, residual_place = row[:, None] * x_stride + column, row[:, None] * residual_stride + column
-    s = load_sum(x, residual, x_place, residual_place, inside, kept_dtype)
+    index = row[:, None] * hidden + column
+    sum_dtype: tl.constexpr = x.dtype.element_ty if summed is None else summed.dtype.element_ty
+    x_index, residual_index = row[:, None] * x_stride + column, row[:, None] * residual_stride + column
+    s = load_sum(x, residual, x_index, residual_index, inside, sum_dtype)
     if summed is not None:
-        tl.store(summed + place, cast(s, kept_dtype), mask=inside)
+        tl.store(summed + index, cast(s, sum_dtype), mask=inside)
     w = widen(tl.load(weight + column, mask=column < hidden, other=0.0))  # under way while the rows are summed
     r = tl.rsqrt(tl.sum(s * s, axis=1) / hidden + eps)
     tl.store(rstd + row, r, mask=row < rows)
-    tl.store(y + place, cast(s * r[:, None] * w, y.dtype.element_ty), mask=inside)
+    tl.store(y + index, cast(s * r[:, None] * w, y.dtype.element_ty), mask=inside)
 
 
 # exercise 12.8
@@ -88,21 +88,21 @@ def long_norm_forward_kernel(
 ):
     """One row, in blocks: first the mean of the squares, then y. Arguments as norm_forward_kernel's."""
     row = tl.program_id(0).to(tl.int64)
-    kept_dtype: tl.constexpr = x.dtype.element_ty if summed is None else summed.dtype.element_ty
+    sum_dtype: tl.constexpr = x.dtype.element_ty if summed is None else summed.dtype.element_ty
     squares = tl.zeros([BLOCK], tl.float32)
     for start in range(0, hidden, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < hidden
-        s = load_sum(x, residual, row * x_stride + column, row * residual_stride + column, inside, kept_dtype)
+        s = load_sum(x, residual, row * x_stride + column, row * residual_stride + column, inside, sum_dtype)
         squares += s * s
     r = tl.rsqrt(tl.sum(squares, axis=0) / hidden + eps)
     tl.store(rstd + row, r)
     for start in range(0, hidden, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < hidden
-        s = load_sum(x, residual, row * x_stride + column, row * residual_stride + column, inside, kept_dtype)
+        s = load_sum(x, residual, row * x_stride + column, row * residual_stride + column, inside, sum_dtype)
         if summed is not None:
-            tl.store(summed + row * hidden + column, cast(s, kept_dtype), mask=inside)
+            tl.store(summed + row * hidden + column, cast(s, sum_dtype), mask=inside)
         w = widen(tl.load(weight + column, mask=inside, other=0.0))
         tl.store(y + row * hidden + column, cast(s * r * w, y.dtype.element_ty), mask=inside)
 
@@ -111,18 +111,18 @@ def long_norm_forward_kernel(
 def long_norm_backward_kernel(
     dy, dsum, summed, weight, rstd, dx, parts, dy_stride, dsum_stride, summed_stride, rows, hidden, BLOCK: tl.constexpr
 ):
-    """As norm_backward_kernel, a row in blocks: dw does not fit in registers, so this program's row of parts grows."""
+    """Run norm_backward_kernel with a row in blocks: dw does not fit in registers, so it is summed in memory."""
     program = tl.program_id(0).to(tl.int64)
     for row in range(program, rows, tl.num_programs(0)):
         r = tl.load(rstd + row)
-        products = tl.zeros([BLOCK], tl.float32)
+        partial_sums = tl.zeros([BLOCK], tl.float32)
         for start in range(0, hidden, BLOCK):
             column = start + tl.arange(0, BLOCK)
             inside = column < hidden
             n = widen(tl.load(summed + row * summed_stride + column, mask=inside, other=0.0)) * r
             w = widen(tl.load(weight + column, mask=inside, other=0.0))
-            products += widen(tl.load(dy + row * dy_stride + column, mask=inside, other=0.0)) * w * n
-        mean = tl.sum(products, axis=0) / hidden
+            partial_sums += widen(tl.load(dy + row * dy_stride + column, mask=inside, other=0.0)) * w * n
+        mean = tl.sum(partial_sums, axis=0) / hidden
         for start in range(0, hidden, BLOCK):
             column = start + tl.arange(0, BLOCK)
             inside = column < hidden

@@ -10,6 +10,7 @@ memory. Bytes, and what is kept for backward, stand in each kernel's own module.
 from __future__ import annotations
 
 import argparse
+from typing import cast
 
 import torch
 from torch import nn
@@ -40,15 +41,15 @@ def use_kernels(model: nn.Module) -> nn.Module:
     """Let a `Transformer` compute norms, residual sums, rotary positions and SwiGLU by kernels, in place; returns it.
 
     Modules become their fused subclasses: parameters, their names, hooks and devices (meta too) stay as they are. Its
-    loss and optimizer are chosen where it is trained: `defer_head` with `linear_cross_entropy`, `FusedAdamW`. First of
-    all verbs but apply_moe: products of matrices, which the others split, are not its matter, and a norm or an
-    activation that another verb has replaced is left to it.
+    loss and optimizer are chosen where it is trained: `defer_head` with `linear_cross_entropy`, `FusedAdamW`. Call it
+    before all transforms but apply_moe. It leaves alone matmuls, which the others split, and any norm or activation
+    that another transform has replaced.
 
     Raises ValueError, and changes nothing, for a model whose blocks are recomputed already: they would go on with the
     forward that they had.
     """
     need_transformer(model, "use_kernels", "FusedRMSNorm, rope and swiglu work in any model")
-    if any("forward" in vars(block) for block in model.blocks):
+    if any("forward" in vars(block) for block in cast(Transformer, model).blocks):
         raise ValueError("a block's forward is replaced already, by apply_recompute perhaps: use_kernels comes first")
     for module in model.modules():
         if type(module) is nn.RMSNorm:
@@ -81,10 +82,10 @@ def kernel_step(
     dtype: torch.dtype = torch.float32,
     max_norm: float = 1.0,
 ) -> torch.Tensor:
-    """As `single_gpu.train_step`, of a model whose head is deferred."""
+    """Run `single_gpu.train_step` for a model whose head is deferred."""
     optimizer.zero_grad()
     with torch.autocast(inputs.device.type, dtype, enabled=dtype != torch.float32):
-        step_loss = linear_cross_entropy(model(inputs), model.head.weight, targets)
+        step_loss = linear_cross_entropy(model(inputs), cast(nn.Linear, model.head).weight, targets)
     step_loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     optimizer.step()
@@ -92,8 +93,8 @@ def kernel_step(
 
 
 def main(argv: list[str] | None = None) -> list[dict]:
-    """Train as the options say; prints one line a step, writes the records where --out says, and returns them."""
-    chosen = options(argv)
-    if chosen.plain:
-        return single_gpu.run(chosen)
-    return single_gpu.run(chosen, kernel_step, lambda config, seed: defer_head(use_kernels(Transformer(config, seed))))
+    """Train as the options say; prints one line per step, writes the records where --out says, and returns them."""
+    args = options(argv)
+    if args.plain:
+        return single_gpu.run(args)
+    return single_gpu.run(args, kernel_step, lambda config, seed: defer_head(use_kernels(Transformer(config, seed))))

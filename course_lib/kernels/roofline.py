@@ -7,10 +7,10 @@ machine with a peak of P FLOP/s and a bandwidth of W bytes/s it reaches at most
 
 (Williams, Waterman, Patterson 2009, "Roofline: an insightful visual performance model for multicore architectures").
 Left of the ridge, I = P / W, memory bounds it: fewer FLOPs won't help, fewer bytes will, and that is what fusing does.
-An H100's ridge is at 295 FLOP a byte in BF16; a softmax does about 5 operations on each element of 4 bytes moved.
+An H100's ridge is at 295 FLOP per byte in BF16; a softmax does about 5 operations on each element of 4 bytes moved.
 
 The data sheet's ceilings are not reached by anything. `measure_roofline` takes the two programs that come nearest, a
-copy and a large product of matrices, and measures them on the machine at hand.
+copy and a large matmul, and measures them on the machine at hand.
 """
 
 from __future__ import annotations
@@ -75,18 +75,18 @@ def measure_copy(device: torch.device) -> float:
 
 
 def measure_matmul(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of a square product of matrices, of the first side, from 256 by doubling, that takes 10 ms."""
+    """Return the FLOP/s of a square matmul, of the first size, from 256 by doubling, that takes 10 ms."""
     side, seconds = 128, 0.0
     while seconds < ENOUGH_S and side < LARGEST_SIDE:
         side *= 2
         a, b = torch.randn(2, side, side, device=device, dtype=torch.float32).to(dtype)
         out = torch.empty_like(a)
 
-        def product(a=a, b=b, out=out):
+        def matmul(a=a, b=b, out=out):
             torch.mm(a, b, out=out)
 
-        seconds = time_kernel(product, device, repeats=3, warmup=3, flush=False).median_s
-    return 2 * side**3 / time_kernel(product, device, repeats=7, warmup=5, flush=False).median_s
+        seconds = time_kernel(matmul, device, repeats=3, warmup=3, flush=False).median_s
+    return 2 * side**3 / time_kernel(matmul, device, repeats=7, warmup=5, flush=False).median_s
 
 
 def measure_roofline(device: torch.device | str | None = None, dtype: torch.dtype = torch.float32) -> Roofline:
@@ -113,19 +113,19 @@ def draw_roofline(
             raise ValueError(f"{name}: {flops} FLOPs, {size} bytes, {seconds} s: each must be above 0")
     intensities = [flops / size for flops, size, _ in points.values()] + [line.ridge for line in rooflines]
     low, high = min(intensities) / 8, max(intensities) * 8
-    for line, color in zip(rooflines, ("0.2", "#4C72B0", "#DD8452", "#55A868", "#C44E52")):
+    for line, color in zip(rooflines, ("0.2", "#4C72B0", "#DD8452", "#55A868", "#C44E52"), strict=False):
         corners = [low, line.ridge, high]
         ax.plot(corners, [line.attainable(each) for each in corners], color=color, label=line.name)
         ax.plot(line.ridge, line.peak_flops, "|", color=color, markersize=11)
     lowest = min(line.attainable(low) for line in rooflines)
-    for place, (name, (flops, size, seconds)) in enumerate(points.items()):
+    for position, (name, (flops, size, seconds)) in enumerate(points.items()):
         intensity = flops / size
         reached = rooflines[0].attainable(intensity) if seconds is None else flops / seconds
         lowest = min(lowest, reached / 3)
         ax.plot(intensity, reached, "o", color="#C44E52", fillstyle="none" if seconds is None else "full", markersize=5)
         share = "" if seconds is None else f", {reached / rooflines[0].attainable(intensity):.0%}"
         left = intensity**2 < low * high  # the words stand on the side where there is more room
-        aside = {"textcoords": "offset points", "xytext": (7 if left else -7, -9 - 10 * (place % 2)), "fontsize": 8}
+        aside = {"textcoords": "offset points", "xytext": (7 if left else -7, -9 - 10 * (position % 2)), "fontsize": 8}
         aside["ha"] = "left" if left else "right"
         ax.annotate(f"{name}{share}", (intensity, reached), **aside)
     ax.set(xscale="log", yscale="log", xlim=(low, high))

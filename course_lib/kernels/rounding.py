@@ -14,7 +14,7 @@ import triton.language as tl
 
 @triton.constexpr_function
 def interpreted() -> bool:
-    """Whether this kernel runs in the interpreter; answered while it compiles: a GPU never sees the question."""
+    """Return whether this kernel runs in the interpreter; decided at compile time, so a GPU never branches on it."""
     return triton.knobs.runtime.interpret
 
 

@@ -26,6 +26,6 @@ def shape_of_work(columns: int) -> tuple[int, int, int]:
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
-    """x: [..., h] as [rows, h] with neighbours in a row side by side: a view where its strides allow one."""
+    """x: [..., h] as [rows, h] with adjacent elements of a row next to each other: a view if its strides allow it."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()

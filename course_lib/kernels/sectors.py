@@ -1,8 +1,8 @@
 """How global memory is moved: in sectors of 32 bytes, four of which make a line of 128, for a warp at a time.
 
 The 32 lanes of a warp execute one load together, a request. The memory moves every sector that at least one lane
-touches, whole. Lanes that touch neighbours share sectors; lanes a stride apart pay a sector each, and throw most of it
-away (NVIDIA, CUDA C++ Best Practices Guide, "Coalesced Access to Global Memory").
+touches, whole. Lanes that touch adjacent elements share sectors; lanes a stride apart pay a sector each, and throw most of
+it away (NVIDIA, CUDA C++ Best Practices Guide, "Coalesced Access to Global Memory").
 
     32 lanes, float32, side by side         128 bytes asked for    4 sectors
     every second element                    128                    8
@@ -24,7 +24,7 @@ ALLOCATION_BYTES = 512
 
 
 def shift(tensor: torch.Tensor) -> int:
-    """What to add to the tensor's addresses to have them as on a GPU, whose memory comes at multiples of 512 bytes:
+    """Return the offset that gives a tensor's addresses the alignment of a GPU's allocations, multiples of 512 bytes:
     lines of a CPU's would begin elsewhere from run to run. A storage at address a is moved to 512 a, so that no two
     overlap.
     """
@@ -33,23 +33,23 @@ def shift(tensor: torch.Tensor) -> int:
 
 # exercise 12.2
 def touched_units(addresses: np.ndarray, active: np.ndarray, unit: int) -> int:
-    """Return the number of different pieces of `unit` bytes that each request touches, summed over the requests.
+    """Return the number of different sectors of `unit` bytes that each request touches, summed over the requests.
 
     addresses: [requests, touches], in bytes; active: the same shape, False for touches that a mask switches off. A
-    piece begins at a multiple of `unit`. Lanes of one request that touch the same piece pay once; two requests pay
+    sector begins at a multiple of `unit`. Lanes of one request that touch the same sector pay once; two requests pay
     twice. Without an active lane the result is 0.
     """
     request = np.broadcast_to(np.arange(len(addresses))[:, None], addresses.shape)[active]
-    piece = addresses[active].astype(np.int64) // unit
-    if not len(piece):
+    sector = addresses[active].astype(np.int64) // unit
+    if not len(sector):
         return 0
-    piece -= piece.min()
-    return len(np.unique(request * (piece.max() + 1) + piece))  # one number for a pair: a sort of pairs is slow
+    sector -= sector.min()
+    return len(np.unique(request * (sector.max() + 1) + sector))  # one number for a pair: a sort of pairs is slow
 
 
 @dataclass
 class Count:
-    """What one load or store of a kernel moved, summed over all warps that executed it."""
+    """Traffic of one load or store of a kernel, summed over all warps that executed it."""
 
     kind: str  # load, store
     location: str  # in the source
@@ -112,4 +112,4 @@ class Transactions:
             rows.append(
                 f"{c.kind:<6}{c.requests:>9,}{c.sectors:>9,}{each:>10.1f}{c.lines:>7,}{use:>8.0%}  {c.location}"
             )
-        return "\n".join(rows + [f"removed by the compiler: {place}" for place in sorted(self.removed)])
+        return "\n".join(rows + [f"removed by the compiler: {offset}" for offset in sorted(self.removed)])

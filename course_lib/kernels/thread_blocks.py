@@ -10,8 +10,8 @@ numpy array with one number a thread, so that a line of the kernel is one instru
                                                         }
 
 It counts what a GPU would do: sectors of global memory, passes of warps through branches, turns at the banks of shared
-memory. All warps go in step here, which on a GPU they do not; so a value that a warp reads from shared memory before a
-barrier has made sure of it is an error here, where there it would be a wrong number now and then.
+memory. All warps run in lockstep here, which on a GPU they do not; so a value that a warp reads from shared memory before
+a barrier has made sure of it is an error here, where there it would be a wrong number now and then.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 from course_lib.kernels.sectors import WARP, Transactions, shift
 
 BANKS = 32
-OWN = ("caller", "count", "load", "store", "refuse", "__getitem__", "__setitem__")  # not of the kernel
+HELPERS = ("caller", "count", "load", "store", "refuse", "__getitem__", "__setitem__")  # not of the kernel
 
 
 class Threads:
@@ -46,7 +46,7 @@ class Threads:
     def where(self, condition: np.ndarray) -> Iterator[None]:
         """`if (condition)`: what stands inside is done by the threads for which it holds, the others wait.
 
-        A warp in which it holds for nobody passes by. A warp in which it holds for some goes in at full price.
+        A warp in which it holds for no thread passes by. A warp in which it holds for some goes in at full price.
         """
         before = self.active
         self.active = before & condition
@@ -90,9 +90,9 @@ class Block(Threads):
                 f"{kind} outside of an array of {array.numel()} elements: thread ({self.x[thread]}, {self.y[thread]}) "
                 f"of block ({self.block_x}, {self.block_y}) touches element {at[thread]}"
             )
-        place = caller()
+        address = caller()
         addresses = array.data_ptr() + shift(array) + at * array.element_size()
-        self.traffic.of(kind, place).add(self.by_warp(addresses), self.by_warp(self.active), array.element_size())
+        self.traffic.of(kind, address).add(self.by_warp(addresses), self.by_warp(self.active), array.element_size())
         return at
 
     def shared(self, *shape: int) -> Shared:
@@ -124,9 +124,9 @@ class Shared:
 
     def forget(self) -> None:
         """After a barrier nothing is in flight: no element has a writer or a reader."""
-        size, nobody = self.values.size, len(self.block.warp)
+        size, no_thread = self.values.size, len(self.block.warp)
         self.writer = np.full(size, -1)
-        self.first_reader, self.last_reader = np.full(size, nobody), np.full(size, -1)
+        self.first_reader, self.last_reader = np.full(size, no_thread), np.full(size, -1)
 
     def __getitem__(self, index) -> np.ndarray:
         at = self.count(index)
@@ -154,9 +154,9 @@ class Shared:
         """Flat element numbers of the threads' indices, 0 in threads that wait."""
         index = [np.where(self.block.active, i, 0) for i in (index if isinstance(index, tuple) else (index,))]
         at = np.broadcast_to(np.ravel_multi_index(index, self.values.shape), self.block.size)
-        for words, active in zip(self.block.by_warp(at), self.block.by_warp(self.block.active)):
+        for of_warp, active in zip(self.block.by_warp(at), self.block.by_warp(self.block.active), strict=True):
             if active.any():
-                words = np.unique(words[active])  # lanes that want one word get it together
+                words = np.unique(of_warp[active])  # lanes that want one word get it together
                 self.block.traffic.shared_requests += 1
                 self.block.traffic.shared_ways += int(np.bincount(words % BANKS).max())
         return at
@@ -182,7 +182,7 @@ class BlockTraffic(Transactions):
 def caller() -> str:
     """Line number and text of the kernel's line that is being executed."""
     frame = sys._getframe()
-    while frame.f_globals.get("__name__") == __name__ and frame.f_code.co_name in OWN:
+    while frame.f_back and frame.f_globals.get("__name__") == __name__ and frame.f_code.co_name in HELPERS:
         frame = frame.f_back
     return f"{frame.f_lineno}: {linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()}"
 

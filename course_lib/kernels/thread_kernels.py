@@ -22,7 +22,7 @@ ROWS = 8  # of c that a coarsened thread works out
 
 
 def branch_by_lane(block: Block, x: torch.Tensor, out: torch.Tensor) -> None:
-    """Even elements are doubled, odd ones squared: neighbours in a warp disagree. Threads (256,)."""
+    """Even elements are doubled, odd ones squared: adjacent threads of a warp diverge. Threads (256,)."""
     i = block.block_x * block.size + block.x
     compute(block, x, out, i)
 
@@ -72,7 +72,7 @@ def bring(block: Block, tile, at, matrix: torch.Tensor, row, column, n: int) -> 
 
 # exercise 12.5
 def coalesced(block: Block, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, n: int) -> None:
-    """Multiply with threads (1024,): neighbours in a warp have neighbouring columns. a, b, c: [n * n], row-major."""
+    """Multiply with threads (1024,): adjacent threads of a warp have adjacent columns. a, b, c: [n * n], row-major."""
     row = block.block_x * TILE + block.x // TILE
     column = block.block_y * TILE + block.x % TILE
     multiply(block, a, b, c, n, row, column)

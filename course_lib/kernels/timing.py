@@ -12,8 +12,8 @@ Four traps:
    the median, and say how far apart the rest are.
 
 On a GPU `triton.testing.do_bench` does all four, and is what to use. `time_kernel` does the same in a few lines, on a
-CPU too, and hides the launches of kernels that are shorter than their launch. A CPU works when it's called, so trap 1
-can't be seen there: `Stream` is a queue with a worker, to see it.
+CPU too, and hides the launches of kernels that are shorter than their launch. A CPU works when it is called, so trap 1
+cannot be seen there: `Stream` is a queue with a worker, to see it.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def last_cache_bytes(device: torch.device) -> int:
 
 
 def flusher(device: torch.device) -> Callable[[], object]:
-    """What empties the caches: writes over FLUSHED_CACHES times the last one's size, and on a GPU reads it afterwards.
-    Else L2 would be full of lines that the timed kernel has to write back first.
+    """Return a function that empties the caches: it writes over FLUSHED_CACHES times the last one's size, and on
+    a GPU reads it afterwards. Otherwise L2 would be full of lines that the timed kernel has to write back first.
     """
     cleared = torch.empty(FLUSHED_CACHES * last_cache_bytes(device), dtype=torch.uint8, device=device)
     if device.type == "cpu":
@@ -131,7 +131,7 @@ def time_kernel(
 
 
 def launch_only_seconds(run: Callable[[], object]) -> float:
-    """Trap 1 on purpose: what a Python timer round `run()` says when nobody waits for the device."""
+    """Trap 1 on purpose: what a Python timer around `run()` says without waiting for the device."""
     start = time.perf_counter()
     run()
     return time.perf_counter() - start

@@ -413,6 +413,7 @@ def run(self: PipelineRunner, action: Action, step: Step) -> None:
 def __init__(self: PipelineRunner, stages, schedule, group=None, loss_of=None, dp_group=None):
     schedule = [sorted(actions, key=lambda action: "FBIW".index(action.kind)) for actions in schedule]
     self.group, self.loss_of = group or dist.group.WORLD, loss_of or summed_loss
+    self.before_step = self.after_step = None
     self.stages = nn.ModuleDict(check_runner(stages, schedule, self.group))
     self.tied_weights = sync_tied_weights(self.stages, schedule, self.group, dp_group)
     self.use(schedule)
@@ -428,6 +429,7 @@ def __init__(self: PipelineRunner, stages, schedule, group=None, loss_of=None, d
 
     schedule = naive(len(schedule), 1 + max(action.micro_batch for action in schedule[0]))
     self.group, self.loss_of = group or dist.group.WORLD, loss_of or summed_loss
+    self.before_step = self.after_step = None
     self.stages = nn.ModuleDict(check_runner(stages, schedule, self.group))
     self.tied_weights = sync_tied_weights(self.stages, schedule, self.group, dp_group)
     self.use(schedule)
@@ -443,6 +445,7 @@ def __init__(self: PipelineRunner, stages, schedule, group=None, loss_of=None, d
 
     schedule = one_f_one_b(len(schedule), 1 + max(action.micro_batch for action in schedule[0]))
     self.group, self.loss_of = group or dist.group.WORLD, loss_of or summed_loss
+    self.before_step = self.after_step = None
     self.stages = nn.ModuleDict(check_runner(stages, schedule, self.group))
     self.tied_weights = sync_tied_weights(self.stages, schedule, self.group, dp_group)
     self.use(schedule)
@@ -578,7 +581,7 @@ if kind == "I":
     step.passes[key] = done
 
 # %% 09.9 positions get lost
-self.output_fn(step, *key), *step.args[micro_batch]) => self.output_fn(step, *key))
+self.output_fn(step, *key), *step.args[micro_batch] => self.output_fn(step, *key)
 
 # %% 09.9 always the first micro-batch's positions
 step.args[micro_batch] => step.args[0]

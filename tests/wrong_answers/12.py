@@ -89,7 +89,7 @@ def touched_units(addresses: np.ndarray, active: np.ndarray, unit: int) -> int:
     return sum(len(np.unique(row[on].astype(np.float32) // unit)) for row, on in zip(addresses, active))
 
 # %% 12.2 an error where no lane is active
-if not len(piece):
+if not len(sector):
     return 0
 =>
 

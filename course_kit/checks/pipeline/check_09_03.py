@@ -80,7 +80,7 @@ def check_three_stages() -> None:
     first, middle, last = stages.split_stages(model, 3)
     calls: list[int] = []
     marks: list = []
-    transformer_blocks(middle)[0].register_forward_hook(lambda *_: calls.append(1))
+    next(iter(transformer_blocks(middle))).register_forward_hook(lambda *_: calls.append(1))
     a = stages.StagePass(first, tokens, lambda out: marked(out, marks))
     b = stages.StagePass(middle, a.out, lambda out: marked(out, marks))
     c = stages.StagePass(last, b.out, lambda out: loss(out, targets))
@@ -101,6 +101,7 @@ def check_three_stages() -> None:
         assert getattr(each.x, "grad", None) is None, (
             f"after backward the {name} stage's pass still has the gradient that it returned: forget self.x.grad"
         )
+        gradient = returned
     assert a.x.grad is None and cast(nn.Embedding, first.embedding).weight.grad is not None, (
         "the first stage's own backward has begun too early: cut the graph"
     )
