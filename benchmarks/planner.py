@@ -181,10 +181,10 @@ def in_course_lib(program: str, name: str) -> float:
 def search_seconds() -> dict:
     """The time of a search of all layouts, and how many there are."""
     config, gpus, batch, seq = PRESETS[SEARCHED["model"]], *(SEARCHED[name] for name in ("gpus", "batch", "seq"))
-    times, found = [], []
-    for _ in range(SEARCHES):
-        times.append(measure.seconds(lambda: found.append(search(config, CLUSTERS["H100"], gpus, batch, seq))))
-    ranking = found[0]
+    rankings: list = []
+    run = lambda: rankings.append(search(config, CLUSTERS["H100"], gpus, batch, seq))  # noqa: E731
+    times = [measure.seconds(run) for _ in range(SEARCHES)]
+    ranking = rankings[0]
     fitting, rejected = len(ranking.order), sum(ranking.rejected.values())
     best, tokens_per_s, mfu, gib = ranking.best(1)[0]
     return SEARCHED | {

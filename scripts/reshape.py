@@ -225,7 +225,7 @@ def is_changed(cell: dict, old: dict | None, new: dict | None) -> bool:
 
 
 def is_value(course: dict | None) -> bool:
-    """Return whether a cell of the course is a value exercise, which is not exported: the learner's text does not change."""
+    """Return whether a cell is a value exercise, which is not exported: the learner's text does not change."""
     return course is not None and exercise_of(course["id"]) is not None and not course["source"].startswith("#|")
 
 

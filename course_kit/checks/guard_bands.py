@@ -1,7 +1,7 @@
 """Guard bands: what a kernel reads or writes outside its tensors is seen.
 
 A Triton kernel works on blocks of a fixed size; where a row is shorter, a mask must switch off the lanes past its end.
-Without the mask the numbers are usually right all the same: the stray stores fall into memory that nobody looks at
+Without the mask the numbers are usually right all the same: the stray stores fall into memory that is not read
 here, and into another tensor in a long run. So `torch.testing.assert_close` is not enough. Two tests that are:
 
 - `guarded(x)` is x in the middle of a larger buffer whose surroundings are NaN: a stray load poisons the result.
@@ -34,7 +34,7 @@ METADATA = {"is_same_size", "promote_types", "record_stream", "result_type", "se
 
 @dataclass(frozen=True)
 class Band:
-    """A tensor in the middle of a buffer; `bits` is the whole buffer as integers, of which `sentinel` are outside."""
+    """A tensor in the middle of a buffer; `bits` is the full buffer as integers, of which `sentinel` are outside."""
 
     tensor: torch.Tensor
     bits: torch.Tensor

@@ -60,11 +60,11 @@ def changes(layout: Layout) -> dict[str, Layout]:
     a pipeline, and 1f1b with no pipeline.
     """
     degrees, layouts = ("dp", "pp", "cp", "tp"), {}
-    for less in degrees:
-        for more in degrees:
-            if less != more and getattr(layout, less) % 2 == 0:
-                moved = {less: getattr(layout, less) // 2, more: getattr(layout, more) * 2}
-                layouts[f"{more} {moved[more]}, {less} {moved[less]}"] = dataclasses.replace(layout, **moved)
+    for lowered in degrees:
+        for raised in degrees:
+            if lowered != raised and getattr(layout, lowered) % 2 == 0:
+                moved = {lowered: getattr(layout, lowered) // 2, raised: getattr(layout, raised) * 2}
+                layouts[f"{raised} {moved[raised]}, {lowered} {moved[lowered]}"] = dataclasses.replace(layout, **moved)
     for size in {layout.micro_batch * 2, max(1, layout.micro_batch // 2)}:
         layouts[f"micro-batch {size}"] = dataclasses.replace(layout, micro_batch=size)
     for zero in range(4):

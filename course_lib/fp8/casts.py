@@ -27,9 +27,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from course_lib.fp8.cast_kernels import (
     EACH,
     GIVEN_SCALE,
+    LOCAL_AMAX,
     MATRIX,
     MEASURED_AMAX,
-    LOCAL_AMAX,
     PROGRAM_TILE,
     amax_kernel,
     quantize_kernel,

@@ -89,9 +89,9 @@ class Fp8LinearFunction(OnceDifferentiable):
     def backward(ctx, *gradients: torch.Tensor) -> tuple:
         """Return dx, None, None, and dw of each weight; None where `ctx.needs_input_grad` asks for none.
 
-        gradients: dy of each matmul, [..., out]. All matmuls are in 8 bits: each dy is quantized once for Dgrad, dyᵀ from
-        dy itself, x from its 8 bits, transposed once for all weights; scales that forward has computed are not computed
-        again. dx has x's shape and dtype; with a group it is summed over it, and the all-reduce runs while the dw are
+        gradients: dy of each matmul, [..., out]. All matmuls are in 8 bits: each dy is quantized once for Dgrad, dyᵀ
+        from dy itself, x from its 8 bits, transposed once for all weights; scales that forward has computed are
+        reused. dx has x's shape and dtype; with a group it is summed over it, and the all-reduce runs while the dw are
         computed, in `ctx.grad_dtypes`.
         """
         values, scale, *saved = ctx.saved_tensors

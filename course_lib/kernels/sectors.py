@@ -1,8 +1,8 @@
 """How global memory is moved: in sectors of 32 bytes, four of which make a line of 128, for a warp at a time.
 
 The 32 lanes of a warp execute one load together, a request. The memory moves every sector that at least one lane
-touches, whole. Lanes that touch adjacent elements share sectors; lanes a stride apart pay a sector each, and throw most of
-it away (NVIDIA, CUDA C++ Best Practices Guide, "Coalesced Access to Global Memory").
+touches, whole. Lanes that touch adjacent elements share sectors; lanes a stride apart pay a sector each, and throw most
+of it away (NVIDIA, CUDA C++ Best Practices Guide, "Coalesced Access to Global Memory").
 
     32 lanes, float32, side by side         128 bytes asked for    4 sectors
     every second element                    128                    8

@@ -10,8 +10,8 @@ numpy array with one number a thread, so that a line of the kernel is one instru
                                                         }
 
 It counts what a GPU would do: sectors of global memory, passes of warps through branches, turns at the banks of shared
-memory. All warps run in lockstep here, which on a GPU they do not; so a value that a warp reads from shared memory before
-a barrier has made sure of it is an error here, where there it would be a wrong number now and then.
+memory. All warps run in lockstep here, which on a GPU they do not; so a value that a warp reads from shared memory
+before a barrier has made sure of it is an error here, where there it would be a wrong number now and then.
 """
 
 from __future__ import annotations

@@ -288,7 +288,7 @@ class PipelineRunner:
 def pipeline_ratio(hidden: int, layers: float, bandwidth: float, peak: float, number_bytes: float = 2) -> float:
     """Return the time to send a hidden state over that of the next stage's forward; up to 1 it can be hidden.
 
-    hidden: h; layers: of the stage; bandwidth: bytes per second of the link; peak: floating-point operations per second;
+    hidden: h; layers: of the stage; bandwidth: bytes per second of the link; peak: FLOP/s;
     number_bytes: bytes per element that is sent. Tokens cancel. The Ultra-Scale Playbook, appendix A3 (16 h² weights
     per layer), corrected: bytes, not elements.
     """

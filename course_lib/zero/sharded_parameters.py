@@ -77,7 +77,7 @@ class GatheredBuffer:
         self.gathered = False
 
 
-class SentGradient(NamedTuple):
+class PendingReduction(NamedTuple):
     """A reduce-scatter in flight; `buffer` must live until its end. all_reduces: whether the replicas' sum follows."""
 
     work: dist.Work
@@ -127,7 +127,7 @@ class ShardedParameters:
         self.buffer.free()
         self.gradients = GradientBuffer(self.unsharded_params, self.layout)
         self.reduce_dtype = reduce_dtype or dtype
-        self.in_flight: list[SentGradient] = []
+        self.in_flight: list[PendingReduction] = []
         self.pre_scale, self.post_scale = divide_factors(self.reduce_dtype, gradient_divide_factor)
         self.used: set[nn.Parameter] = set()  # unsharded parameters whose gradient this rank has made since finish()
         self.replicas: dist.ProcessGroup | None = None  # the ranks of other groups that keep the same shards (HSDP)
@@ -178,7 +178,7 @@ class ShardedParameters:
         if self.pre_scale != 1.0:
             buffer.mul_(self.pre_scale)
         shard = self.shard.new_empty(self.layout.shard_numel, dtype=self.reduce_dtype)
-        self.in_flight.append(SentGradient(self.gradients.send(shard), buffer, shard, self.all_reduces))
+        self.in_flight.append(PendingReduction(self.gradients.send(shard), buffer, shard, self.all_reduces))
         self.gradients.attach(None)
 
     def collect(self) -> None:

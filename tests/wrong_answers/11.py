@@ -340,11 +340,11 @@ sequence_parallel=one.tp > 1, gather_once => gather_once
 # %% 11.8 keep stays as it was
 def changes(layout: Layout) -> dict[str, Layout]:
     degrees, layouts = ("dp", "pp", "cp", "tp"), {}
-    for less in degrees:
-        for more in degrees:
-            if less != more and getattr(layout, less) % 2 == 0:
-                moved = {less: getattr(layout, less) // 2, more: getattr(layout, more) * 2}
-                layouts[f"{more} {moved[more]}, {less} {moved[less]}"] = dataclasses.replace(layout, **moved)
+    for lowered in degrees:
+        for raised in degrees:
+            if lowered != raised and getattr(layout, lowered) % 2 == 0:
+                moved = {lowered: getattr(layout, lowered) // 2, raised: getattr(layout, raised) * 2}
+                layouts[f"{raised} {moved[raised]}, {lowered} {moved[lowered]}"] = dataclasses.replace(layout, **moved)
     for size in {layout.micro_batch * 2, max(1, layout.micro_batch // 2)}:
         layouts[f"micro-batch {size}"] = dataclasses.replace(layout, micro_batch=size)
     for zero in range(4):
@@ -365,10 +365,10 @@ def changes(layout: Layout) -> dict[str, Layout]:
 schedule=one.schedule if one.pp > 1 else "1f1b", =>
 
 # %% 11.8 from the outer degree to the inner one, never back
-less != more => degrees.index(less) < degrees.index(more)
+lowered != raised => degrees.index(lowered) < degrees.index(raised)
 
 # %% 11.8 tp trades with dp alone
-and getattr => and ("dp" in (less, more) or "tp" not in (less, more)) and getattr
+and getattr => and ("dp" in (lowered, raised) or "tp" not in (lowered, raised)) and getattr
 
 # %% 11.8 no ZeRO-2
 for zero in range(4): => for zero in (0, 1, 3):
@@ -377,7 +377,7 @@ for zero in range(4): => for zero in (0, 1, 3):
 for recompute in ("none", "full"): => for recompute in ("full",):
 
 # %% 11.8 moves overwrite each other: the words name one degree
-{moved[more]}, {less} {moved[less]} => {moved[more]}
+{moved[raised]}, {lowered} {moved[lowered]} => {moved[raised]}
 
 # %% 11.8 numbers in the place of words
 why: dataclasses.replace => str(place): dataclasses.replace
@@ -388,11 +388,11 @@ why: dataclasses.replace => f"layout {100 + place}": dataclasses.replace
 for why, one in layouts.items() => for place, one in enumerate(layouts.values())
 
 # %% 11.8 two changes at once: a move, and another micro-batch
-layouts[f"{more} {moved[more]}, {less} {moved[less]}"] = dataclasses.replace(layout, **moved)
+layouts[f"{raised} {moved[raised]}, {lowered} {moved[lowered]}"] = dataclasses.replace(layout, **moved)
 =>
-layouts[f"{more} {moved[more]}, {less} {moved[less]}"] = dataclasses.replace(layout, **moved)
+layouts[f"{raised} {moved[raised]}, {lowered} {moved[lowered]}"] = dataclasses.replace(layout, **moved)
 twice = {"micro_batch": 2 * layout.micro_batch}
-layouts[f"{more}, {less}, larger micro-batch"] = dataclasses.replace(layout, **moved, **twice)
+layouts[f"{raised}, {lowered}, larger micro-batch"] = dataclasses.replace(layout, **moved, **twice)
 
 # %% 11.9 A without ZeRO: the states do not fit
 by_hand = {

@@ -6,12 +6,12 @@ import numpy as np
 
 from course_lib.best_config import layouts
 
-PRODUCTS = {1: 1, 8: 20, 12: 40, 16384: 680}  # GPUs: ways to write them as a product of four
+FACTORIZATIONS = {1: 1, 8: 20, 12: 40, 16384: 680}  # GPUs: ways to write them as a product of four
 
 
 def check() -> None:
     """Assert the tables of four numbers of GPUs, and two searches' rules that share a list of reasons."""
-    for gpus, wanted in PRODUCTS.items():
+    for gpus, wanted in FACTORIZATIONS.items():
         table = layouts.degrees(gpus)
         columns = (table.dp, table.pp, table.cp, table.tp)
         rows = {tuple(map(int, row)) for row in zip(*columns, strict=True)}

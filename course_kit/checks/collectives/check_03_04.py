@@ -1,4 +1,4 @@
-"""Check of exercise 03.4: `ring_reduce_scatter` leaves each rank the sum of its piece, by a ring in little memory."""
+"""Check of exercise 03.4: `ring_reduce_scatter` leaves each rank the sum of its shard, by a ring in little memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def reduce_scatter_trial(group: dist.ProcessGroup, shape: tuple[int, ...], dtype
 
 
 def check() -> None:
-    """Assert sums, views, memory, neighbors, steps and bytes, for 1, 3 and 4 ranks and uneven pieces."""
+    """Assert sums, views, memory, neighbors, steps and bytes, for 1, 3 and 4 ranks and uneven shards."""
     ranks = shared(RANKS)
     for n, shape, dtype in SHAPES_OF_RINGS:
         with ranks.within(SECONDS):

@@ -1,4 +1,4 @@
-"""Check of exercise 03.5: `ring_all_gather` fills in all pieces, by a ring in little memory."""
+"""Check of exercise 03.5: `ring_all_gather` fills in all shards, by a ring in little memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def all_gather_trial(group: dist.ProcessGroup, shape: tuple[int, ...], dtype: to
 
 
 def check() -> None:
-    """Assert values, memory, neighbors, steps and bytes, for 1, 3 and 4 ranks and uneven pieces."""
+    """Assert values, memory, neighbors, steps and bytes, for 1, 3 and 4 ranks and uneven shards."""
     ranks = shared(RANKS)
     for n, shape, dtype in SHAPES_OF_RINGS:
         with ranks.within(SECONDS):

@@ -1,4 +1,4 @@
-"""Check of exercise 03.6: `ring_all_reduce` sums in chunks, by a ring, in the memory of a chunk's piece."""
+"""Check of exercise 03.6: `ring_all_reduce` sums in chunks, by a ring, in the memory of a chunk's shard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check of exercise 03.13: `two_level_all_reduce` sums in two groups, with one piece across the nodes."""
+"""Check of exercise 03.13: `two_level_all_reduce` sums in two groups, with one shard across the nodes."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Made(TorchDispatchMode):
         return result
 
     def too_much(self, shard: int) -> str:
-        """Return what is wrong, if a tensor is larger than a piece, or all together than two; 256 bytes pass."""
+        """Return what is wrong, if a tensor is larger than a shard, or all together than two; 256 bytes pass."""
         if self.largest > shard + 256:
             return f"makes a tensor of {self.largest:,} bytes; a piece has {shard:,}"
         too_much = self.held > 2 * shard + 256

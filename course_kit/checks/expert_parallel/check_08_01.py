@@ -25,9 +25,9 @@ def check() -> None:
         (gradient,) = torch.autograd.grad((gates * torch.arange(5.0)).sum(), scores)
         assert gradient.abs().sum() > 0, f"k = {k}: the scores get no gradient"
         assert (gradient != 0).sum() <= 6 * k, f"k = {k}: scores of experts that are not chosen get a gradient"
-    turned = router.top_k_gates(scores, -scores.detach(), 1)
+    reversed_gates = router.top_k_gates(scores, -scores.detach(), 1)
     lowest = scores.detach().min(-1).values
-    assert torch.equal(turned.detach().max(-1).values, lowest), "`ranking` chooses, `scores` are the gates"
+    assert torch.equal(reversed_gates.detach().max(-1).values, lowest), "`ranking` chooses, `scores` are the gates"
     alike = torch.full((1, 5), 0.2)
     selected = (router.top_k_gates(alike, alike, 2) > 0).sum()
     assert selected == 2, "five equal scores, k = 2: two are chosen, not more"

@@ -16,7 +16,7 @@ def check() -> None:
     logits = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(7), requires_grad=True)
     for scores in (logits.softmax(-1), logits.sigmoid()):
         counts = torch.tensor([9, 3, 0, 6, 2, 4])
-        total, result = formulas.balance(scores, counts), router.balance_loss(scores, counts)
+        total, result = formulas.balance_loss(scores, counts), router.balance_loss(scores, counts)
         assert result.requires_grad, "balance_loss has no gradient: counts have none, scores have"
         assert torch.allclose(result, total), f"balance_loss is {result.item():.4f}, not {total.item():.4f}"
         gradient, right = (torch.autograd.grad(each, logits, retain_graph=True)[0] for each in (result, total))

@@ -43,7 +43,7 @@ def by_formula(micro_batches: int, routing: dict) -> RouterResults:
     def add_up(router, arguments, gates):
         logits, seen = F.linear(arguments[0], router.weight), (gates != 0).flatten(0, 1).sum(0)
         counts.append(seen)
-        extra = routing.get("aux_loss_coeff", 0) * formulas.balance(logits.softmax(-1), seen)
+        extra = routing.get("aux_loss_coeff", 0) * formulas.balance_loss(logits.softmax(-1), seen)
         extras.append((extra + routing.get("z_loss_coeff", 0) * formulas.z(logits)) / micro_batches)
 
     routers: list = routers_of(model)

@@ -76,7 +76,7 @@ class RankResult(NamedTuple):
     read: list[str]  # on the host
 
 
-def exchanged_trial(group: dist.ProcessGroup, kind: str, sizes: tuple[int, ...]) -> RankResult:
+def exchange_trial(group: dist.ProcessGroup, kind: str, sizes: tuple[int, ...]) -> RankResult:
     """sizes: how many tokens each rank has."""
     rank, n, tokens = group.rank(), group.size(), sum(sizes)
     module, (x, gates, choices) = some_experts(), some_choices(kind, tokens)
@@ -106,7 +106,7 @@ def exchanged_trial(group: dist.ProcessGroup, kind: str, sizes: tuple[int, ...])
 
 def judge(n: int, kind: str, sizes: tuple[int, ...]) -> None:
     """Judge groups of n ranks, with so many tokens each, against one process."""
-    for rank, report in enumerate(shared(4)(in_groups, n, exchanged_trial, kind, sizes)):
+    for rank, report in enumerate(shared(4)(in_groups, n, exchange_trial, kind, sizes)):
         where = f"{n} ranks, {kind}, rank {rank}"
         for word, traffic, least in zip(("forward", "backward"), report.traffic, report.enough, strict=True):
             ways = {record.collective for record in traffic.records}

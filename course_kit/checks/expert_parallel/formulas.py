@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 
-def balance(scores: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+def balance_loss(scores: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """E sum f_i P_i, one token after the other. scores: [..., E]; counts: [E]."""
     rows, total = scores.flatten(0, -2), scores.new_zeros(())
     for row in rows:

@@ -14,7 +14,7 @@ READS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "
 
 
 class Work(TorchDispatchMode):
-    """Counts, inside: `multiplications` of matrix products, `operators` that run, `read`: values read on the host."""
+    """Counts, inside: `multiplications` of matmuls, `operators` that run, `read`: values read on the host."""
 
     def __init__(self):
         super().__init__()

@@ -39,7 +39,7 @@ def split_trial(text: str, moe: dict | None) -> RankResult:
     return RankResult(weights, on_meta, core, len(split._forward_pre_hooks), called)
 
 
-def told(text: str, moe: dict | None) -> RankResult:
+def report_of(text: str, moe: dict | None) -> RankResult:
     """Return the report of rank 0 of eight."""
     with shared(8).within(40):
         return shared(8)(split_trial, text, moe)[0]
@@ -47,14 +47,14 @@ def told(text: str, moe: dict | None) -> RankResult:
 
 def check() -> None:
     """Assert what three layouts make of the model."""
-    result = told("dp2,cp2,tp2,ulysses,contiguous", MOE)
+    result = report_of("dp2,cp2,tp2,ulysses,contiguous", MOE)
     group = result.weights["blocks.1.mlp.router.weight"][1]
     assert group == [0, 2, 4, 6], f"ep 1: the router's gradient is summed over dp and cp all the same, not over {group}"
     assert result.core == "ulysses_attention, contiguous", (
         f"the layout asks for ulysses and contiguous, and attention's core is {result.core}: that would mask the wrong "
         "keys"
     )
-    result = told("dp2,ep2,cp2,tp2,sp", MOE)
+    result = report_of("dp2,ep2,cp2,tp2,sp", MOE)
     weights = result.weights
     assert result.on_meta, "the model should stay on the meta device: nothing has values yet"
     assert result.called == ["Transformer"], "extra verbs should be called once, on the model"
@@ -72,5 +72,5 @@ def check() -> None:
         f"attention's core is {result.core}: context parallelism should have replaced it"
     )
     assert result.hooks >= 1, "a model with a part of the sequence asks for positions: its verbs set a hook"
-    result = told("dp8", None)
+    result = report_of("dp8", None)
     assert result.core == "causal_attention" and result.hooks == 0, "dp alone changes nothing in the model"

@@ -81,8 +81,8 @@ def check() -> None:
                 f"{at}: {sums[1]} sums of gradients over the replicas in a step of {m} micro-batches, {sums[0]} in one "
                 "of a single one; they go once per step"
             )
-            for own_name, gradient in result.items():
-                name = "embedding.weight" if own_name == "head.weight" else own_name
+            for local_name, gradient in result.items():
+                name = "embedding.weight" if local_name == "head.weight" else local_name
                 off = relative_difference(gradient, wanted[name])
                 assert off < 1e-5, f"{at}: the gradient of {name} is {off:.1e} away from one process's{hint}"
             assert abs(norm - numbers[0][1]) < 1e-5 * numbers[0][1], (

@@ -30,7 +30,7 @@ class Narrow(NamedTuple):
     """Dtypes and optimizer of a model in bfloat16 with SGD."""
 
     used: set[torch.dtype]  # of the weights that the stages compute with
-    kept: set[torch.dtype]  # of gradients' sums, and of what the optimizer updates
+    dtypes: set[torch.dtype]  # of gradients' sums, and of what the optimizer updates
     optimizer: tuple[str, float]  # its class and lr
     decays: tuple[float, ...]  # weight_decay of the parameter groups, the largest first
 
@@ -39,7 +39,7 @@ class RankResult(NamedTuple):
     """A rank's report on its model."""
 
     peak: int  # bytes, while a deep model is built; 0 of a shallow one
-    own: int  # bytes of its parameters
+    local_bytes: int  # bytes of its parameters
     states: int  # elements of the optimizer's states
     most: float  # as many of them as there may be
     stage: int | None  # of ZeRO
@@ -99,7 +99,7 @@ def check() -> None:
             share = 4 if zero == 3 else 2  # of the two layouts where memory is measured
             limit = 2 * full / share + 12 * config.vocab * config.hidden  # twice its parts, and three full matrices
             assert config is SHALLOW or report.peak <= limit, (
-                f"{at}: {report.peak:,} bytes at the peak, for parts of {report.own:,}; the whole model has {full:,}"
+                f"{at}: {report.peak:,} bytes at the peak, for {report.local_bytes:,} of shards; the full model has {full:,}"
             )
             assert report.states <= report.most, (
                 f"{at}: {report.states:,} numbers in the optimizer's states; with the states shared out, "
@@ -111,15 +111,15 @@ def check() -> None:
             assert zero not in (1, 2) or report.stage == zero, (
                 f"{at}: gradients are shared out as in stage {report.stage}"
             )
-            used, kept, (name, lr), decays = report.narrow
+            used, dtypes, (name, lr), decays = report.narrow
             assert (name, lr, decays[0]) == ("SGD", 0.25, 0.5), (
                 f"{at}: for optimizer_cls=torch.optim.SGD, lr=0.25, weight_decay=0.5 it makes {name}, with lr "
                 f"{lr} and weight_decay {decays[0]}: are optimizer_cls and **settings passed on?"
             )
             assert decays == (0.5, 0.0), f"{at}: norms decay as matrices do: does it get decay_groups(runner.stages)?"
-            assert not zero or used == {torch.bfloat16} and kept == {torch.float32}, (
+            assert not zero or used == {torch.bfloat16} and dtypes == {torch.float32}, (
                 f"{at}, dtype bfloat16: the stages compute with {used}; gradients' sums and the optimizer's weights "
-                f"are {kept}, not float32"
+                f"are {dtypes}, not float32"
             )
         numbers, weights = differences([report.steps for report in of_ranks], text, moe, steps, config)
         assert numbers < 1e-5, f"{text}: losses or norms are {numbers:.1e} away from one process's"

@@ -35,18 +35,18 @@ def check() -> None:
     """Assert the places in a plain and in a packed batch, and compile the plain case for an H100."""
     kernel = indices_kernel()
 
-    def places(sequences: int, cu_seqlens: torch.Tensor | None, s_q: int, s_k: int) -> torch.Tensor:
+    def positions(sequences: int, cu_seqlens: torch.Tensor | None, s_q: int, s_k: int) -> torch.Tensor:
         result = torch.full((sequences, 4), -1, dtype=torch.int32, device=device())
         kernel[(sequences,)](result, cu_seqlens, s_q, s_k)
         return result
 
     with record_launches() as launches:
-        plain = run_guarded(kernel, places, 3, None, 70, 50).tolist()
+        plain = run_guarded(kernel, positions, 3, None, 70, 50).tolist()
     wanted = [[number, 0, 70, 50] for number in range(3)]
     assert plain == wanted, (
         f"a plain batch of 3, each 70 queries and 50 keys: (row, start, queries, keys) are {plain}: expected {wanted}"
     )
-    packed = run_guarded(kernel, places, 4, torch.tensor([0, 5, 5, 25, 32], dtype=torch.int32), 32, 32).tolist()
+    packed = run_guarded(kernel, positions, 4, torch.tensor([0, 5, 5, 25, 32], dtype=torch.int32), 32, 32).tolist()
     wanted = [[0, 0, 5, 5], [0, 5, 0, 0], [0, 5, 20, 20], [0, 25, 7, 7]]
     assert packed == wanted, (
         f"sequences of 5, 0, 20 and 7 tokens in row 0: (row, start, queries, keys) are {packed}: expected {wanted}"

@@ -35,7 +35,7 @@ def watched_matmuls() -> Iterator[list]:
     """
     seen, finished = [], linear.fp8_matmul
 
-    def product(a, b, *extra, **named):
+    def matmul(a, b, *extra, **named):
         seen.append((a, b))
         return finished(a, b, *extra, **named)
 
@@ -47,7 +47,7 @@ def watched_matmuls() -> Iterator[list]:
             return work
         work.wait()
 
-    with mock.patch.object(linear, "fp8_matmul", product), mock.patch.object(dist, "all_reduce", all_reduce):
+    with mock.patch.object(linear, "fp8_matmul", matmul), mock.patch.object(dist, "all_reduce", all_reduce):
         yield seen
 
 

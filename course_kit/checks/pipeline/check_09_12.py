@@ -29,7 +29,7 @@ class Opaque(torch.autograd.Function):
 
 
 class Scaled(torch.autograd.Function):
-    """x times a number that nobody learns: its gradient is None."""
+    """x times a number that is not trained: its gradient is None."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
@@ -43,18 +43,21 @@ class Scaled(torch.autograd.Function):
 
 class Several(nn.Module):
     """Weights: one used twice, one used twice behind a square, one behind a cast, one transposed, one in a Function
-    that can't be asked, one whose Function has no gradient for it, one unused.
+    that cannot be split, one whose Function has no gradient for it, one unused.
     """
 
     def __init__(self):
         super().__init__()
         self.twice, self.opaque = nn.Linear(8, 8), nn.Parameter(torch.randn(8, 8))
-        self.wide, self.turned = nn.Parameter(torch.randn(8, 8, dtype=torch.float64)), nn.Parameter(torch.randn(8, 8))
+        self.wide, self.transposed = (
+            nn.Parameter(torch.randn(8, 8, dtype=torch.float64)),
+            nn.Parameter(torch.randn(8, 8)),
+        )
         self.squared, self.number = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.tensor(0.5))
         self.unused = nn.Linear(2, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = nn.functional.linear(self.twice(torch.tanh(self.twice(x))), self.turned.t())
+        x = nn.functional.linear(self.twice(torch.tanh(self.twice(x))), self.transposed.t())
         squares = self.squared.square()  # both uses go back through it
         x = nn.functional.linear(torch.tanh(nn.functional.linear(Scaled.apply(x, self.number), squares)), squares)
         return nn.functional.linear(Opaque.apply(x, self.opaque), self.wide.float())

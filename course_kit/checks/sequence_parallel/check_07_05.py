@@ -16,7 +16,7 @@ from course_kit.typed import transformer_blocks
 from course_lib.single_gpu.model import ModelConfig
 
 Shape = tuple[int, int, int]
-PLACES = ("after the embedding", "after a norm", "into the product of q", "q", "into o", "after o", "gate", "logits")
+POSITIONS = ("after the embedding", "after a norm", "into the product of q", "q", "into o", "after o", "gate", "logits")
 RANKS, BATCH, SEQ = 4, 2, 16
 
 
@@ -26,7 +26,9 @@ def expected_shapes(config: ModelConfig, sequence_parallel: bool) -> dict[str, S
     vocab = -(-config.vocab // RANKS)
     between, gathered = (BATCH, tokens, config.hidden), (BATCH, SEQ, config.hidden)
     heads, ffn = (BATCH, SEQ, config.hidden // RANKS), (BATCH, SEQ, config.ffn_hidden // RANKS)
-    return dict(zip(PLACES, (between, between, gathered, heads, heads, between, ffn, (BATCH, SEQ, vocab)), strict=True))
+    return dict(
+        zip(POSITIONS, (between, between, gathered, heads, heads, between, ffn, (BATCH, SEQ, vocab)), strict=True)
+    )
 
 
 def seen_shapes(group: dist.ProcessGroup, sequence_parallel: bool, config: ModelConfig = TINY) -> dict[str, Shape]:
@@ -64,7 +66,7 @@ def seen_shapes(group: dist.ProcessGroup, sequence_parallel: bool, config: Model
         seen["logits"] = tuple(model(inputs).shape)
     finally:
         torch.nn.functional.linear = plain
-    return {position: seen[position] for position in PLACES}
+    return {position: seen[position] for position in POSITIONS}
 
 
 def seen_both(group: dist.ProcessGroup) -> list[dict[str, Shape]]:
@@ -80,10 +82,10 @@ def shapes_by_kind() -> list[dict[str, Shape]]:
 
 def check(shapes: dict[str, tuple[Shape, Shape]]) -> None:
     """Judge the prediction by the sizes; print what the running model has."""
-    assert set(shapes) == set(PLACES), f"still missing: {', '.join(p for p in PLACES if p not in shapes)}"
+    assert set(shapes) == set(POSITIONS), f"still missing: {', '.join(p for p in POSITIONS if p not in shapes)}"
     assert all(len(pair) == 2 for pair in shapes.values()), "a pair for each place: TP, and TP + SP"
     expected = [expected_shapes(TINY, sequence_parallel) for sequence_parallel in (False, True)]
-    for position in PLACES:
+    for position in POSITIONS:
         for number, word in enumerate(("TP", "TP + SP")):
             assert tuple(shapes[position][number]) == expected[number][position], (
                 f"{position}, {word}: {shapes[position][number]} is not what the running model has there"
@@ -91,5 +93,5 @@ def check(shapes: dict[str, tuple[Shape, Shape]]) -> None:
     with shared(4).within(20):
         seen = shapes_by_kind()
     print(f"{'':<24}{'TP':>16}{'TP + SP':>16}")
-    for position in PLACES:
+    for position in POSITIONS:
         print(f"{position:<24}{str(seen[0][position]):>16}{str(seen[1][position]):>16}")

@@ -1,4 +1,4 @@
-"""A diary of what an answer does on a rank: matrix products, scores of attention, transfers and waits, in order."""
+"""A diary of what an answer does on a rank: matmuls, scores of attention, transfers and waits, in order."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Diary(TorchDispatchMode):
     on; ("attention", scores) of a block of attention, by NotedBlock.
     """
 
-    PRODUCTS = {"mm": 0, "addmm": 1, "addmm_": 1, "bmm": 0}  # the place of a product's first factor
+    MATMULS = {"mm": 0, "addmm": 1, "addmm_": 1, "bmm": 0}  # the position of a matmul's first factor
     SENDS = {"all_gather": "gather", "reduce_scatter": "scatter", "all_reduce": "sum", "batch_isend_irecv": "exchange"}
     SENDS |= {"all_gather_into_tensor": "gather", "reduce_scatter_tensor": "scatter"}
     SENDS |= {"all_gather_single": "gather", "reduce_scatter_single": "scatter"}  # as newer PyTorch calls them

@@ -12,8 +12,8 @@ CONFIG = ModelConfig(1, 32, 4, 2, 64, 256)
 
 def rope_scores(q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Return the scores of queries and keys at these positions. q, k: [b, s, a, d]; returns [b, a, s, s]."""
-    turned = [model.apply_rope(x, *rope_angles(positions, CONFIG)) for x in (q, k)]
-    return torch.einsum("bsad,btad->bast", *turned)
+    rotated = [model.apply_rope(x, *rope_angles(positions, CONFIG)) for x in (q, k)]
+    return torch.einsum("bsad,btad->bast", *rotated)
 
 
 def check() -> None:
@@ -21,15 +21,15 @@ def check() -> None:
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(2, 16, 4, 8, generator=generator) for _ in range(2))
     before = q.clone()
-    turned = model.apply_rope(q, *rope_angles(torch.arange(16), CONFIG))
+    rotated = model.apply_rope(q, *rope_angles(torch.arange(16), CONFIG))
     assert torch.equal(q, before), "x itself has changed: write the turned pairs into a new tensor"
-    assert turned.shape == q.shape, f"apply_rope should keep the shape {tuple(q.shape)}, got {tuple(turned.shape)}"
-    torch.testing.assert_close(turned[:, 0], q[:, 0], msg="position 0 has angle 0: it should not change")
+    assert rotated.shape == q.shape, f"apply_rope should keep the shape {tuple(q.shape)}, got {tuple(rotated.shape)}"
+    torch.testing.assert_close(rotated[:, 0], q[:, 0], msg="position 0 has angle 0: it should not change")
     x = q.bfloat16().requires_grad_()
     in_bf16 = model.apply_rope(x, *(part.bfloat16() for part in rope_angles(torch.arange(16), CONFIG)))
     assert in_bf16.dtype == torch.bfloat16, f"x, cos and sin are BF16: return x's dtype, not {in_bf16.dtype}"
-    assert not (turned[:, 1:] == q[:, 1:]).all(-1).any(), "positions after 0 should change, in every sample and head"
-    torch.testing.assert_close(turned.norm(dim=-1), q.norm(dim=-1), msg="a turn keeps the length: look at the signs")
+    assert not (rotated[:, 1:] == q[:, 1:]).all(-1).any(), "positions after 0 should change, in every sample and head"
+    torch.testing.assert_close(rotated.norm(dim=-1), q.norm(dim=-1), msg="a turn keeps the length: look at the signs")
     torch.testing.assert_close(
         rope_scores(q, k, torch.arange(16)),
         rope_scores(q, k, torch.arange(16) + 100),
@@ -47,11 +47,11 @@ def check() -> None:
     later = model.apply_rope(q, *rope_angles(torch.arange(16) + 5, CONFIG))
     torch.testing.assert_close(
         per_sample,
-        torch.stack([turned[0], later[1]]),
+        torch.stack([rotated[0], later[1]]),
         msg="cos and sin may also come as [b, s, d/2]: each sample has its own positions",
     )
     assert in_bf16.requires_grad, "autograd does not see what you do: no no_grad, no detach, no .data"
-    (turned_back,) = torch.autograd.grad(in_bf16, x, in_bf16.detach())
+    (rotated_back,) = torch.autograd.grad(in_bf16, x, in_bf16.detach())
     torch.testing.assert_close(
-        turned_back, x.detach(), rtol=0, atol=0.1, msg="backward should turn the gradient back: no detach, no .data"
+        rotated_back, x.detach(), rtol=0, atol=0.1, msg="backward should turn the gradient back: no detach, no .data"
     )

@@ -19,7 +19,7 @@ from course_lib.tensor_parallel.by_hand import cut
 
 
 def split_mlp(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """silu(x · aᵀ) · bᵀ, from whole a and b, of which each rank uses its own part."""
+    """silu(x · aᵀ) · bᵀ, from full a and b, of which each rank uses its local shard."""
     local_a = cut(regions.copy_to_group(a, group), group, 0)
     local_b = cut(regions.copy_to_group(b, group), group, 1)
     hidden = F.silu(F.linear(regions.copy_to_group(x, group), local_a))

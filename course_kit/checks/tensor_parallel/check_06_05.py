@@ -25,7 +25,7 @@ class RankResult(NamedTuple):
     errors: dict[str, float]
     forward: Traffic
     backward: Traffic
-    kept: int  # bytes
+    retained: int  # bytes
     dtypes: set[torch.dtype]  # under autocast, of the output and of what f* gets
     left: float  # how far the output is from the bias where f* makes zeros
     is_inside: bool  # f* gets the bias
@@ -35,7 +35,7 @@ def row_trial(group: dist.ProcessGroup, bias: bool) -> RankResult:
     """Run a row layer of 24 inputs and 10 outputs, and one process's."""
     torch.manual_seed(5)
     full_layer, x, given = nn.Linear(24, 10, bias), torch.randn(2, 3, 24), torch.randn(2, 3, 10)
-    layer, kept = retained_by(lambda: linear.RowParallelLinear(copy.deepcopy(full_layer), group))
+    layer, retained = retained_by(lambda: linear.RowParallelLinear(copy.deepcopy(full_layer), group))
     full, local = x.clone().requires_grad_(), cut(x, group, -1).clone().requires_grad_()
     with count_traffic() as forward:
         out = layer(local)
@@ -60,7 +60,7 @@ def row_trial(group: dist.ProcessGroup, bias: bool) -> RankResult:
     with torch.autocast("cpu", torch.bfloat16):
         dtypes = {layer(local).dtype, *(summand.dtype for summand in summed[2:])}
     errors = {name: relative_error(*pair) for name, pair in pairs.items()}
-    return RankResult(errors, forward, backward, kept, dtypes, left, is_inside)
+    return RankResult(errors, forward, backward, retained, dtypes, left, is_inside)
 
 
 def check() -> None:
@@ -87,7 +87,9 @@ def judge(n: int, rank: int, bias: bool, result: RankResult) -> None:
         f"{where}: {counted(result.backward.calls, 'collective')} in backward: send nothing"
     )
     enough = 4 * (10 * 24 // n + 10 * bias)
-    assert result.kept <= enough, f"{where}: the layer keeps {result.kept} bytes, {enough} are enough: its part, a copy"
+    assert result.retained <= enough, (
+        f"{where}: the layer keeps {result.retained} bytes, {enough} are enough: its part, a copy"
+    )
     assert result.left == 0, f"{where}: call f* as self.output_reduce"
     assert result.dtypes == {torch.bfloat16}, (
         f"{where}, under autocast: output and summand are {result.dtypes}, not bfloat16: sum in autocast's dtype, "

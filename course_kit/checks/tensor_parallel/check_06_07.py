@@ -33,7 +33,7 @@ class RankResult(NamedTuple):
     dtype: torch.dtype  # of the output
     forward: Traffic
     backward: Traffic
-    kept: int  # bytes of the layer
+    retained: int  # bytes of the layer
     left: float  # of its output where f* makes zeros
 
 
@@ -42,7 +42,7 @@ def embedding_trial(group: dist.ProcessGroup, vocab: int, dtype: torch.dtype, sh
     torch.manual_seed(7)
     full, given = nn.Embedding(vocab, 6, dtype=dtype), torch.randn(*shape, 6).to(dtype)
     tokens = torch.cat([torch.tensor([-1, vocab]), torch.randint(vocab, (31,))]).view(shape)  # two are no tokens
-    layer, kept = retained_by(lambda: vocabulary.VocabParallelEmbedding(copy.deepcopy(full), group))
+    layer, retained = retained_by(lambda: vocabulary.VocabParallelEmbedding(copy.deepcopy(full), group))
     with in_case(f"tokens of {counted(len(shape), 'dimension')}, {dtype}"):
         with count_traffic() as forward:
             out = layer(tokens)
@@ -56,7 +56,7 @@ def embedding_trial(group: dist.ProcessGroup, vocab: int, dtype: torch.dtype, sh
         relative_error(grad_of(layer.weight), layer.shard.cut(grad_of(full.weight))),
     )
     override(layer, output_reduce=lambda summand, group: torch.zeros_like(summand))
-    return RankResult(*errors, out.dtype, forward, backward, kept, layer(tokens).abs().max().item())
+    return RankResult(*errors, out.dtype, forward, backward, retained, layer(tokens).abs().max().item())
 
 
 def check() -> None:
@@ -83,7 +83,7 @@ def judge(n: int, rank: int, vocab: int, dtype: torch.dtype, result: RankResult)
     )
     assert result.backward.calls == 0, f"{where}: backward has nothing to send"
     enough = dtype.itemsize * 6 * -(-vocab // n)
-    assert result.kept <= enough, (
-        f"{where}: the layer keeps {result.kept} bytes; its own rows, as a copy, are {enough} at most"
+    assert result.retained <= enough, (
+        f"{where}: the layer keeps {result.retained} bytes; its own rows, as a copy, are {enough} at most"
     )
     assert result.left == 0, f"{where}: call f* as self.output_reduce"

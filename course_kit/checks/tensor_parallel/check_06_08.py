@@ -35,7 +35,7 @@ class RankResult(NamedTuple):
     enough: float  # bytes of three numbers per token
     unchanged: bool  # the logits are as before
     made: int  # such tensors that forward has at once
-    kept: float  # how many times their bytes are kept for backward
+    saved: float  # how many times their bytes are kept for backward
     later: int  # such tensors that backward has at once
     repeats: bool  # a second backward gives what the first gave, or an error
 
@@ -51,11 +51,11 @@ def loss_trial(
     targets = torch.randint(vocab, (5, 8))
     targets[1, 3:] = IGNORED
     local = shard.cut(full).clone().requires_grad_()
-    before, kept = local.detach().clone(), {}
+    before, saved = local.detach().clone(), {}
 
     def note(tensor):
         if tensor.untyped_storage()._cdata not in (local.untyped_storage()._cdata, targets.untyped_storage()._cdata):
-            kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+            saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
         return tensor
 
     hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
@@ -76,8 +76,8 @@ def loss_trial(
         repeats = torch.equal(torch.autograd.grad(again, local)[0], gradient)
     except RuntimeError:
         repeats = True
-    kept_times = sum(kept.values()) / one
-    return RankResult(errors, forward, backward, enough, unchanged, first.most, kept_times, second.most, repeats)
+    saved_times = sum(saved.values()) / one
+    return RankResult(errors, forward, backward, enough, unchanged, first.most, saved_times, second.most, repeats)
 
 
 def check() -> None:
@@ -109,11 +109,11 @@ def judge(
         f"{where}: {counted(result.forward.calls, 'collective')} in forward, {result.backward.calls} in backward; "
         "not 2 and 0"
     )
-    assert result.kept < 1.35, f"{where}: {result.kept:.2f} times the logits in float32 are kept: once is enough"
+    assert result.saved < 1.35, f"{where}: {result.saved:.2f} times the logits in float32 are kept: once is enough"
     assert result.made <= 1, (
         f"{where}: forward has {result.made} float32 tensors of the logits' size at once: one is enough"
     )
-    assert result.kept + result.later < 1.35, f"{where}: backward makes another float32 tensor of that size: in place"
+    assert result.saved + result.later < 1.35, f"{where}: backward makes another float32 tensor of that size: in place"
     assert result.repeats, (
         f"{where}: a second backward gives another gradient: keep what backward changes by save_for_backward, so that "
         "it raises an error"

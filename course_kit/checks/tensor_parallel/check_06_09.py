@@ -61,14 +61,14 @@ class RankResult(NamedTuple):
     training: Training  # gradients and weights made whole
     forward: Traffic
     backward: Traffic
-    kept: int  # bytes of the model
+    retained: int  # bytes of the model
 
 
 def model_trial(
     group: dist.ProcessGroup, config: ModelConfig, meta: bool, steps: int = 1, max_norm: float = 0.4
 ) -> RankResult:
     """Train a model that is split over the group."""
-    model, kept = retained_by(lambda: split_model(config, group, meta))
+    model, retained = retained_by(lambda: split_model(config, group, meta))
     losses, norms = [], []
     optimizer, (inputs, targets) = sgd(model.parameters()), batch_of(config)
     named = dict(model.named_parameters())
@@ -84,7 +84,7 @@ def model_trial(
         losses.append(step_loss.item())
         norms.append(clip_grad_norm_(model.parameters(), max_norm).item())
         optimizer.step()
-    return RankResult(Training(losses, norms, gradients or {}, gather_state_dict(model)), forward, backward, kept)
+    return RankResult(Training(losses, norms, gradients or {}, gather_state_dict(model)), forward, backward, retained)
 
 
 def full_gradient(parameter: nn.Parameter) -> torch.Tensor:
@@ -202,7 +202,7 @@ def refusal(group: dist.ProcessGroup, config: ModelConfig) -> tuple[str, bool] |
 
 
 def refusals(group: dist.ProcessGroup) -> list[tuple[str, bool] | None]:
-    """Return the refusals of all models that can't be split."""
+    """Return the refusals of all models that cannot be split."""
     return [refusal(group, config) for config in CANNOT.values()]
 
 
@@ -245,6 +245,6 @@ def judge(where: str, n: int, config: ModelConfig, result: RankResult) -> None:
         "for the embedding or the head, 2 for the loss, 2 per layer if K/V heads have copies (project replaced?)"
     )
     enough = 4 * param_count(config, tp=n) + 4 * config.hidden * n * (2 - config.tied)
-    assert result.kept <= enough, (
-        f"{where}: the model keeps {result.kept:,} bytes; norms and its share of the rest: {enough:,}"
+    assert result.retained <= enough, (
+        f"{where}: the model keeps {result.retained:,} bytes; norms and its share of the rest: {enough:,}"
     )

@@ -1,4 +1,4 @@
-"""A diary of what an answer does on a rank: matrix products, all-reduces, waits, and new memory, in order."""
+"""A diary of what an answer does on a rank: matmuls, all-reduces, waits, and new memory, in order."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Diary(TorchDispatchMode):
     ("product", multiplications), ("start", numbers in it) of an all-reduce, ("wait", 0) for one.
     """
 
-    PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1}  # the place of a product's first factor
+    MATMULS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1}  # the position of a matmul's first factor
 
     def __init__(self):
         super().__init__()

@@ -14,11 +14,11 @@ class Group:
     """A rank's view of a group, without any other rank."""
 
     def __init__(self, rank: int, size: int):
-        self.own, self.world = rank, size
+        self.local_rank, self.world = rank, size
 
     def rank(self) -> int:
         """Return this rank."""
-        return self.own
+        return self.local_rank
 
     def size(self) -> int:
         """Return the number of ranks."""

@@ -58,12 +58,12 @@ def gather_trial(group: dist.ProcessGroup, dtype: torch.dtype, encoding: Encodin
     def size() -> int:
         return weight.untyped_storage().nbytes()
 
-    def kept() -> int:
+    def retained() -> int:
         tensors = [weight, *(t for t in vars(buffer).values() if torch.is_tensor(t)), shard]
         return storage_bytes(tensors) - shard.nbytes
 
     buffer.free()
-    left = [kept()]
+    left = [retained()]
     result: dict[str, Any] = {"expected": full.to(dtype), "left": left}
     with SizesFit(), count_traffic() as traffic, noted_waits() as waits:
         buffer.gather()
@@ -76,7 +76,7 @@ def gather_trial(group: dist.ProcessGroup, dtype: torch.dtype, encoding: Encodin
         x = torch.ones(2, 5, dtype=dtype, requires_grad=True)
         out = (x @ weight).square().sum() if size() else x.sum()
         buffer.free()
-        left.append(kept())
+        left.append(retained())
         buffer.gather()
         buffer.wait()
         result["size again"] = size()

@@ -109,7 +109,7 @@ def stage_3_trial(
     steps: int = 2,
     max_norm: float = 0.4,
 ) -> tuple:
-    """Return whole weights, norms, the last step's traffic, the most units that are whole at a time, the bytes kept,
+    """Return full weights, norms, the last step's traffic, the most units that are whole at a time, the bytes kept,
     and the transfers that are never waited for, of this rank. Results of transfers are late.
     """
     with torch.device("meta"):

@@ -81,9 +81,9 @@ def count_casts(casts: Casts, keep: bool) -> tuple[int, torch.Tensor]:
     torch.manual_seed(0)
     layer, seen, quantize_weight = Fp8Linear(nn.Linear(160, 96, bias=False), casts), [], Quantizer.quantize
 
-    def counted(quantizer, x, *more):
+    def counted(quantizer, x, *args):
         seen.append(x.is_set_to(layer.weight))
-        return quantize_weight(quantizer, x, *more)
+        return quantize_weight(quantizer, x, *args)
 
     with mock.patch.object(Quantizer, "quantize", counted), quantized_once(layer) if keep else contextlib.nullcontext():
         for _ in range(4):

@@ -28,7 +28,7 @@ class TwoWays(NamedTuple):
     """A stage's gradients by name, with "x", from autograd's backward and from the two halves."""
 
     expected: dict[str, torch.Tensor | None]
-    found: dict[str, torch.Tensor | None]
+    gradients: dict[str, torch.Tensor | None]
     flops: tuple[int, int, int]  # of B, I and W
     early: list[str]  # parameters with a gradient, and hooks that have fired, before W
     fired: collections.Counter[str]  # how often each hook has fired; "tensor hook of ..." for register_hook

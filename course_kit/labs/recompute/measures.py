@@ -226,7 +226,7 @@ class CheckpointRow(TypedDict):
     """Measurements of one checkpoint function."""
 
     equal: bool  # all gradients have the bits of those without a checkpoint
-    kept: float  # MiB saved for backward
+    saved_mib: float  # MiB saved for backward
     gflop: float
     ms: list[float]
 
@@ -237,7 +237,7 @@ def against_checkpoint(repeats: int = 3) -> dict[str, CheckpointRow]:
     variants = {"ours": by_hand.recompute}
     variants |= {name: functools.partial(pytorch, name == "reentrant") for name in ("reentrant", "checkpoint")}
     _, plain = gradients_of(model, *tokens)
-    measured = {name: CheckpointRow(equal=False, kept=0.0, gflop=0.0, ms=[]) for name in variants}
+    measured = {name: CheckpointRow(equal=False, saved_mib=0.0, gflop=0.0, ms=[]) for name in variants}
     for turn in range(repeats + 1):
         for name, around in variants.items():
             with called_by(around, model):
