@@ -1,19 +1,18 @@
-"""FlashAttention of notebook 13 against PyTorch's own and FlexAttention, on a GPU, and what each of its ideas is worth.
+"""FlashAttention of notebook 13 against PyTorch's own and FlexAttention, on a GPU, and the value of each idea.
 
     python benchmarks/gpu.py --out DIR --only "attention: "                 # and with --record, attention_<gpu>.json
     python benchmarks/gpu.py --out DIR --only "attention: " --device cpu    # the same code at tiny sizes: is it right?
 
-Where flash_attn is not installed, or a backend does not take a case (cuDNN on a CPU, the
-stored scores of a long sequence), its column stays empty. What is compared at which sizes is in attention_cases.py,
-and how it is measured in kernel_runs.py. The reference is attention_exact.py; what runs twice for the noise is SDPA's
-flash. In the file:
+If flash_attn is not installed, or a backend does not support a case (cuDNN on a CPU, stored scores of a long sequence),
+its column is empty. The cases and sizes are in attention_cases.py, the measurement in kernel_runs.py. The reference is
+attention_exact.py; SDPA's flash runs twice to measure the noise. In the file:
 
     rows    by case and pass: ms, rates (TFLOP/s) and errors of each column; peak MiB of forward and backward
     rungs   forward of one causal case by the first kernel of the notebook, by ours with one idea undone at a time, by
             ours, and by the kernels for Hopper: ms, rates and errors. Each at its best tile sizes
 
 The aims, for heads of 128 and sequences from 2k to 16k: forward as fast as SDPA's flash and at 0.85 or more of cuDNN's
-speed, backward at 0.9 or more of flash's, and errors no larger than those of SDPA. `missed` lists what misses it.
+speed, backward at 0.9 or more of flash's, and errors no larger than those of SDPA. `missed` lists the misses.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,13 +33,13 @@ from course_lib.flash_attention.hopper import hopper_attention
 from course_lib.flash_attention.operator import flash_attention
 from course_lib.kernels.matmul import tunable
 
-AIMS = {"forward": {"flash": 1.0, "cuDNN": 0.85}, "backward": {"flash": 0.9}}  # our speed by theirs
+AIMS = {"forward": {"flash": 1.0, "cuDNN": 0.85}, "backward": {"flash": 0.9}}  # our speed divided by theirs
 AIM_HEAD, AIM_SEQUENCES = 128, range(2048, 16384 + 1)
 TOLERANCE = {"cuda": 1e-2, "cpu": 1e-5}
 
 
 def launched(kernel) -> Callable:
-    """Forward by another kernel of the same arguments, launched as ours is, with its own best of our tile sizes."""
+    """Return forward by another kernel with the same arguments, launched as ours is, at the best of our tile sizes."""
     tuned = triton.autotune(configs=tunable(FORWARD_CONFIGURATIONS), key=["HEAD_DIM", "CAUSAL"])(kernel)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -54,7 +53,7 @@ RUNGS = ("first", *STEPS, "ours", "hopper", "hopper, overlapped")
 
 
 def rungs(device: torch.device, which: str) -> Iterator[Case]:
-    """One case with a column for each rung; forward only, for not all have a backward."""
+    """Yield one case with a column for each rung; forward only, since not all have a backward."""
     (sequence, head_dim), tokens, width = (SIZES[which][name] for name in ("rungs", "tokens", "width"))
     shape = tokens // sequence, sequence, width // head_dim, head_dim
     methods: dict[str, Callable] = {"ours": flash_attention}
@@ -78,13 +77,13 @@ def rungs(device: torch.device, which: str) -> Iterator[Case]:
 
 COLUMNS = ("ours", "flash", "cuDNN", "math", "flex", "padded", "flash_attn")
 ATTENTION = Comparison(COLUMNS, cases, TOLERANCE)
-LADDER = Comparison((*RUNGS, *AIMS["forward"]), rungs, TOLERANCE, own=RUNGS)
+LADDER = Comparison((*RUNGS, *AIMS["forward"]), rungs, TOLERANCE, ours=RUNGS)
 
 
-def missed(found: dict[str, list[dict]]) -> list[str]:
-    """A line for each row that misses an aim in speed, and each case, whatever its size, that misses it in error."""
+def missed(results: dict[str, list[dict]]) -> list[str]:
+    """Return a line for each row that misses an aim in speed, and for each case that misses it in error."""
     lines = []
-    for row in found["rows"]:
+    for row in results["rows"]:
         if row["pass"] == "peak" or "flash" not in row["ms"]:
             continue
         name = f"{row['kernel']} {row['size']}"

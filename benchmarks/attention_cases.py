@@ -1,16 +1,16 @@
-"""What benchmarks/attention.py compares: attention of notebook 13 and its rivals, at which sizes, and their work.
+"""The cases of benchmarks/attention.py: attention of notebook 13 and its rivals, their sizes, and their work.
 
-Columns. ours: flash_attention. flash, cuDNN, math: scaled_dot_product_attention held to that backend; math is the one
-that stores the scores, and is there for up to 4k. flex: FlexAttention, compiled, with the mask as a block mask that is
-made once. flash_attn: the package of that name, where it is installed. Documents of different lengths in one row: ours
-and flash_attn by cu_seqlens, flash is PyTorch's varlen_attn, flex has a mask of documents, and padded fills up to the
-longest document, runs flash and takes the padding out again; both ways of copying count, for they belong to it.
+Columns. ours: flash_attention. flash, cuDNN, math: scaled_dot_product_attention restricted to that backend; math stores
+the scores, and runs up to 4k. flex: FlexAttention, compiled, with the mask as a block mask that is built once.
+flash_attn: the package of that name, if it is installed. Documents of different lengths in one row: ours and flash_attn
+by cu_seqlens, flash is PyTorch's varlen_attn, flex has a mask of documents, and padded pads to the longest document,
+runs flash and removes the padding; both copies count.
 
-All take q [b, s, a, d], as the model has it, and k, v [b, s, kv, d]; SDPA and flex see it transposed, not copied.
+All take q [b, s, a, d], the model's layout, and k, v [b, s, kv, d]; SDPA and flex see a transposed view, not a copy.
 
-Sizes: as in FlashAttention-2 (Dao 2023, §4.1) 16k tokens a step and heads x head_dim = 2048, the sequences longer and
-the batch smaller. Work by its convention, too: 4 s² d FLOPs a head and sequence forward, half of them where the mask is
-causal, and 2.5 times as much backward; what is computed twice, or only to be masked, does not count.
+Sizes: as in FlashAttention-2 (Dao 2023, §4.1), 16k tokens per step and heads x head_dim = 2048, with longer sequences
+in smaller batches. Work follows its convention, too: 4 s² d FLOPs per head and sequence forward, half of them if the
+mask is causal, and 2.5 times as much backward; recomputed or masked scores do not count.
 """
 
 import importlib.util
@@ -34,10 +34,10 @@ package = torch.cuda.is_available() and importlib.util.find_spec("flash_attn")
 if package:
     from flash_attn import flash_attn_func, flash_attn_varlen_func
 
-LONGEST_STORED = 4096  # scores of more, in float32, take 16 GiB and up: nobody would train so
+LONGEST_STORED = 4096  # longer scores, in float32, take 16 GiB and more: not a realistic training
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION, "math": SDPBackend.MATH}
 SIZES = {
-    "cuda": {  # grouped: sequence, heads of q, of k and v, head_dim; documents: how many, heads, head_dim
+    "cuda": {  # grouped: sequence, heads of q, of k and v, head_dim; documents: count, heads, head_dim
         "tokens": 16384, "width": 2048,
         "sequences": {128: (4096, 16384, 8192, 2048), 64: (4096,)},  # by head_dim
         "flex": (4096, 16384), "grouped": (8192, 32, 8, 128), "documents": (16, 16, 128),
@@ -55,7 +55,7 @@ SIZES = {
 
 
 def backend(which: SDPBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
-    """scaled_dot_product_attention by this backend or an error."""
+    """Return scaled_dot_product_attention by this backend, or raise."""
     with sdpa_kernel(which):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         grouped = q.shape[1] != k.shape[1]
@@ -63,19 +63,19 @@ def backend(which: SDPBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 
 
 def flex(mask: Callable, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """FlexAttention with the block mask that `mask` makes once; None: every query sees every key."""
+    """Return FlexAttention with the block mask that `mask` builds once; None: every query sees every key."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return flex_attention(q, k, v, block_mask=mask(), enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
 
 
 def causal_mask(sequence: int, device: torch.device):
-    """FlexAttention's, from a rule for batch, head, query and key."""
+    """Return FlexAttention's block mask, from a rule for batch, head, query and key."""
     return create_block_mask(lambda b, h, query, key: query >= key, None, None, sequence, sequence, device=device)
 
 
-def flops(products: int, causal: bool) -> dict[str, float]:
-    """Of each pass. products: s² d, summed over heads and sequences."""
-    forward = 4 * products / (2 if causal else 1)
+def flops(scores: int, causal: bool) -> dict[str, float]:
+    """Return the FLOPs of each pass. scores: s² d, summed over heads and sequences."""
+    forward = 4 * scores / (2 if causal else 1)
     return {"forward": forward, "backward": 2.5 * forward}
 
 
@@ -89,7 +89,7 @@ def dense_case(
     head_dim: int,
     causal: bool,
 ) -> Case:
-    """Sequences of one length, as many as there are tokens for."""
+    """Return a case of sequences of one length, as many as there are tokens for."""
     batch = sizes["tokens"] // sequence
 
     def make():
@@ -114,24 +114,28 @@ def dense_case(
 
 
 def document_lengths(tokens: int, count: int) -> list[int]:
-    """A row of so many tokens, cut at random places."""
+    """Return the lengths of a row of tokens that is cut at random positions."""
     cuts = sorted(chance.Random(0).sample(range(1, tokens), count - 1))
     return [end - start for start, end in zip([0, *cuts], [*cuts, tokens], strict=True)]
 
 
-def padded(lengths: list[int], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Documents as a batch of the longest one's length, by flash, and back; places: of all tokens in that batch."""
+def padded(
+    lengths: list[int], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """Pad documents to the longest one, run flash, and remove the padding. positions: those of all tokens in the padded
+    batch.
+    """
     batch, longest = len(lengths), max(lengths)
 
     def pad(x):
-        return x.new_zeros(batch * longest, *x.shape[2:]).index_copy(0, places, x[0]).unflatten(0, (batch, longest))
+        return x.new_zeros(batch * longest, *x.shape[2:]).index_copy(0, positions, x[0]).unflatten(0, (batch, longest))
 
     out = backend(SDPBackend.FLASH_ATTENTION, pad(q), pad(k), pad(v), causal=True)
-    return out.flatten(0, 1).index_select(0, places)[None]
+    return out.flatten(0, 1).index_select(0, positions)[None]
 
 
 def document_case(device: torch.device, tokens: int, count: int, heads: int, head_dim: int) -> Case:
-    """Documents side by side in one row, causal, none sees another."""
+    """Return a causal case of documents packed into one row, none of which sees another."""
     lengths = document_lengths(tokens, count)
 
     @cache
@@ -140,7 +144,7 @@ def document_case(device: torch.device, tokens: int, count: int, heads: int, hea
         return cuts, cuts, longest, longest
 
     @cache
-    def places() -> torch.Tensor:
+    def positions() -> torch.Tensor:
         return torch.cat([torch.arange(n) + i * max(lengths) for i, n in enumerate(lengths)]).to(device)
 
     @cache
@@ -155,7 +159,7 @@ def document_case(device: torch.device, tokens: int, count: int, heads: int, hea
     methods = {
         "ours": lambda q, k, v: packed_attention(*ends()[1:3])(q, k, v),
         "flex": partial(flex, mask),
-        "padded": lambda q, k, v: padded(lengths, q, k, v, places()),
+        "padded": lambda q, k, v: padded(lengths, q, k, v, positions()),
     }
     if device.type == "cuda":
         methods["flash"] = lambda q, k, v: varlen_attn(q[0], k[0], v[0], *ends(), window_size=(-1, 0))[None]
@@ -178,7 +182,7 @@ def document_case(device: torch.device, tokens: int, count: int, heads: int, hea
 
 
 def cases(device: torch.device, which: str) -> Iterator[Case]:
-    """All of them."""
+    """Yield all cases."""
     sizes = SIZES[which]
     for head_dim, sequences in sizes["sequences"].items():
         heads = sizes["width"] // head_dim

@@ -1,6 +1,6 @@
-"""Attention and its gradients in the next wider type, head by head: what the columns of attention.py are held against.
+"""Attention and its gradients in the next wider dtype, head by head: the reference for the columns of attention.py.
 
-Of bfloat16 numbers in float32, of float32 numbers in float64: by plain PyTorch, with all scores of a head in memory.
+For bfloat16 in float32, for float32 in float64: by plain PyTorch, with all scores of a head in memory.
 """
 
 import torch
@@ -10,7 +10,7 @@ from kernel_runs import WIDER, draw_gradients
 def exact_head(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out_grad: torch.Tensor, causal: bool
 ) -> tuple[torch.Tensor, ...]:
-    """out and the gradients of q, k, v: all [s, d]."""
+    """Return out and the gradients of q, k, v: all [s, d]."""
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     scores = q @ k.mT * q.shape[-1] ** -0.5
     if causal:
@@ -20,9 +20,9 @@ def exact_head(
 
 
 def exact(lengths: list[int], causal: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
-    """out, and where q wants a gradient those of q, k and v, for the output's gradient that all methods get.
+    """Return out, and, if q requires a gradient, those of q, k and v, for the output gradient that all methods get.
 
-    q: [b, s, a, d]; k, v: [b, s, kv, d]; their rows, one after the other, are sequences of these lengths.
+    q: [b, s, a, d]; k, v: [b, s, kv, d]; their rows, in order, are sequences of these lengths.
     """
     needs_gradient, shape, wider = q.requires_grad, q.shape[:2], WIDER[q.dtype]
     (gradient,) = draw_gradients((q,))

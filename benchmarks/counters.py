@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python benchmarks/counters.py       # writes benchmarks/results/sectors_<gpu>.json
 
-Needs a GPU, `ncu`, and the right to read its counters: as root, or with NVreg_RestrictProfilingToAdminUsers=0 for the
+Needs a GPU, `ncu`, and permission to read its counters: as root, or with NVreg_RestrictProfilingToAdminUsers=0 for the
 driver. The script runs itself under ncu; launches of both runs are matched by their order.
 """
 
@@ -25,14 +25,18 @@ METRICS = {
     "l1tex__t_sectors_pipe_lsu_mem_global_op_st.sum": "store",
 }
 KINDS = ("load", "store")
-SHAPES = [(8, 1024), (5, 1000), (3, 4096)]  # rows and width: interpreted, so small; one that doesn't end with a block
+SHAPES = [
+    (8, 1024),
+    (5, 1000),
+    (3, 4096),
+]  # rows and width: small, since interpreted; one that does not end with a block
 
 
 def parse_ncu(text: str) -> list[dict]:
-    """The launches of `ncu --csv --metrics ...` in order: kernel, and sectors by "load" and "store".
+    """Return the launches of `ncu --csv --metrics ...` in order: kernel, and sectors by "load" and "store".
 
-    ncu writes a line for each metric of each launch, after messages that start with ==. Raises ValueError where there
-    is no table, or a counter was not read.
+    ncu writes a line for each metric of each launch, after messages that start with ==. Raises ValueError if there is
+    no table, or a counter was not read.
     """
     lines = text.splitlines()
     header = next((number for number, line in enumerate(lines) if line.startswith('"ID",')), None)
@@ -53,13 +57,13 @@ def parse_ncu(text: str) -> list[dict]:
 
 
 def ncu_sectors(command: list[str], kernels: list[str], timeout_s: float = 300) -> list[dict]:
-    """What `parse_ncu` finds of these kernels in a run of `command` under ncu. Raises RuntimeError, with what ncu says,
-    where it or the command fails; most often it's not allowed to read the counters.
+    """Run `command` under ncu and return `parse_ncu` of these kernels. Raises RuntimeError with ncu's message if ncu or
+    the command fails, usually for lack of permission to read the counters.
     """
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
         options = ["--csv", "--print-units", "base", "--log-file", str(log), "--metrics", ",".join(METRICS)]
-        options += ["--clock-control", "none"]  # they may not be locked, and counts do not depend on them
+        options += ["--clock-control", "none"]  # clocks may not be lockable, and counts do not depend on them
         options += ["--target-processes", "all", "--kernel-name", f"regex:^({'|'.join(kernels)})$"]
         done = subprocess.run(["ncu", *options, *command], capture_output=True, text=True, timeout=timeout_s)
         text = log.read_text() if log.exists() else ""
@@ -70,7 +74,7 @@ def ncu_sectors(command: list[str], kernels: list[str], timeout_s: float = 300) 
 
 
 def run_kernels(device: torch.device) -> None:
-    """Forward and backward of the kernels that go over rows, once."""
+    """Run forward and backward of the row kernels once."""
     from kernel_cases import rope_case, row_cases
     from kernel_runs import Method
 
@@ -80,33 +84,33 @@ def run_kernels(device: torch.device) -> None:
 
 
 def predicted(device: torch.device) -> list[dict]:
-    """The same launches, counted without counters."""
+    """Return the same launches, counted without hardware counters."""
     from course_kit.gpu.launches import record_launches
     from course_kit.gpu.transactions import count_transactions
 
     major, minor = torch.cuda.get_device_capability(device)
     with record_launches() as launches:
         run_kernels(device)
-    found = []
+    counts = []
     for launch in launches:
         counted = count_transactions(
             launch.kernel, launch.grid, *launch.args, capability=10 * major + minor, **launch.meta
         )
-        found.append({"kernel": launch.name} | {kind: counted.sectors(kind) for kind in KINDS})
-    return found
+        counts.append({"kernel": launch.name} | {kind: counted.sectors(kind) for kind in KINDS})
+    return counts
 
 
 def main() -> None:
-    """Compare, print and write down; with --launch only run the kernels, which is what ncu is given to watch."""
+    """Compare, print and write the rows; with --launch only run the kernels, for ncu to profile."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--launch", action="store_true", help="run the kernels and nothing else")
     parser.add_argument("--out", type=Path, help="a file for the rows, in place of benchmarks/results")
-    chosen = parser.parse_args()
+    args = parser.parse_args()
     if not torch.cuda.is_available() or not shutil.which("ncu"):
         print("no GPU with Nsight Compute (ncu) here, so there are no counters to compare with")
         return
     device = torch.device("cuda")
-    if chosen.launch:
+    if args.launch:
         run_kernels(device)
         return
     expected = predicted(device)
@@ -118,10 +122,10 @@ def main() -> None:
         )
     rows = [{"kernel": e["kernel"], "predicted": e, "counted": m} for e, m in zip(expected, measured, strict=True)]
     for row in rows:
-        words = (f"{kind} {row['predicted'][kind]:>8,} / {row['counted'].get(kind, 0):>8,}" for kind in KINDS)
-        print(f"{row['kernel']:<32} predicted / counted: {', '.join(words)}")
-    if chosen.out:
-        chosen.out.write_text(json.dumps({"rows": rows}))
+        sectors = (f"{kind} {row['predicted'][kind]:>8,} / {row['counted'].get(kind, 0):>8,}" for kind in KINDS)
+        print(f"{row['kernel']:<32} predicted / counted: {', '.join(sectors)}")
+    if args.out:
+        args.out.write_text(json.dumps({"rows": rows}))
     else:
         save("sectors", {"rows": rows}, gpu_word())
 

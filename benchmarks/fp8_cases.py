@@ -1,20 +1,20 @@
-"""What benchmarks/fp8.py compares: products, casts and linear layers of notebook 14b, at which sizes, and their work.
+"""The cases of benchmarks/fp8.py: matmuls, casts and linear layers of notebook 14b, their sizes, and their work.
 
-Products of x [m, k] and w [n, k], transposed; 2 m n k FLOPs. Operands are in 8 bits before the clock starts. BF16:
-torch.mm. scaled_mm: torch._scaled_mm with a scale for each matrix, slow accumulation (the accurate one); fast: with
-the other one. blockwise: torch.nn.functional.scaled_mm with scales of 1 x 128, 128 x 128 (Hopper, CUDA 12.9). With
-scales of blocks, ours is the kernel for Hopper; plain: the one without TMA and groups of warps. With a scale for each
-row, scaled_mm has these scales too on a GPU; on a CPU it has one scale a matrix. Errors are distances from the product
-of what our own operands stand for, in a wider type: a column that quantizes otherwise, or not at all, has the
-difference of quantization there.
+Matmuls of x [m, k] and w [n, k], transposed; 2 m n k FLOPs. Operands are in 8 bits before the clock starts. BF16:
+torch.mm. scaled_mm: torch._scaled_mm with a scale for each matrix and slow (accurate) accumulation; fast: with fast
+accumulation. blockwise: torch.nn.functional.scaled_mm with scales of 1 x 128, 128 x 128 (Hopper, CUDA 12.9). With
+scales of blocks, ours is the kernel for Hopper; plain: the kernel without TMA and groups of warps. With a scale for
+each row, scaled_mm has these scales too on a GPU; on a CPU it has one scale per matrix. Errors are relative to the
+product of the values that our own operands stand for, in a wider dtype: for a column that quantizes differently, or not
+at all, they include the difference of quantization.
 
-Casts: bytes that must move (x read, 8 bits and scales written), so that a second pass counts for nothing. eager:
-`quantize`; compile: torch.compile of it.
+Casts: the bytes that must move (x read, 8 bits and scales written), so a second pass adds none. eager: `quantize`;
+compile: torch.compile of it.
 
 Layers: y = x w^T and its two gradients, 2 m n k FLOPs each, quantization included. ours, blocks: `Fp8Linear` with a
-scale for each matrix, and with tiles and squares; kept: ours in a micro-batch that is not the first, whose weight has
-been quantized (`quantized_once`; its peak leaves out these 2 n k bytes). BF16: nn.Linear. torchao: Float8Linear, one
-scale for each matrix, where it is installed; compiled on a GPU, as it is meant to be.
+scale for each matrix, and with tiles and squares; kept: ours in a micro-batch after the first, whose weight is
+quantized already (`quantized_once`; its peak leaves out these 2 n k bytes). BF16: nn.Linear. torchao: Float8Linear, one
+scale for each matrix, if it is installed; compiled on a GPU, as it is meant to be.
 """
 
 import importlib.util
@@ -57,15 +57,15 @@ SIZES = {  # m, n, k: a cube, and 8k tokens in the MLP of Llama 3 8B
 
 
 def operands(x: torch.Tensor, w: torch.Tensor, blocks: tuple[tuple[int, int], tuple[int, int]]) -> list[torch.Tensor]:
-    """Values and scales of x and w for the product, of both once more for a scale a matrix, and one."""
-    found = [
+    """Return values and scales of x and w for the matmul, then of both again with one scale per matrix."""
+    in_blocks = [
         each for source, block in zip((x, w), blocks, strict=True) for each in quantize_fused(source, block=block)[:2]
     ]
-    return found + [each for source in (x, w) for each in quantize_fused(source)[:2]]
+    return in_blocks + [each for source in (x, w) for each in quantize_fused(source)[:2]]
 
 
-def exact_product(x, w, x_values, x_scale, w_values, w_scale, *_, blocks) -> list[torch.Tensor]:
-    """Of what the 8 bits stand for, in a wider type."""
+def exact_matmul(x, w, x_values, x_scale, w_values, w_scale, *_, blocks) -> list[torch.Tensor]:
+    """Return the product of the values that the 8 bits stand for, in a wider dtype."""
     wider = WIDER[x.dtype]
     left, right = (
         dequantize(Quantized(*each), wider) for each in ((x_values, x_scale, blocks[0]), (w_values, w_scale, blocks[1]))
@@ -78,20 +78,20 @@ def ours(x, w, x_values, x_scale, w_values, w_scale, *_, blocks, matmul) -> torc
 
 
 def per_matrix(x, w, *rest, fast: bool) -> torch.Tensor:
-    """torch._scaled_mm."""
+    """Return torch._scaled_mm with a scale for each matrix."""
     x_values, x_scale, w_values, w_scale = rest[-4:]
     return torch._scaled_mm(x_values, w_values.t(), x_scale, w_scale, out_dtype=x.dtype, use_fast_accum=fast)
 
 
 def per_row(x, w, x_values, x_scale, w_values, w_scale, *_) -> torch.Tensor:
-    """torch._scaled_mm with a scale for each row."""
+    """Return torch._scaled_mm with a scale for each row."""
     return torch._scaled_mm(x_values, w_values.t(), x_scale, w_scale.t(), out_dtype=x.dtype)
 
 
-def product_case(device: torch.device, m: int, n: int, k: int, names: tuple[str, str]) -> Case:
-    """x in blocks of names[0] times w in blocks of names[1]."""
+def matmul_case(device: torch.device, m: int, n: int, k: int, names: tuple[str, str]) -> Case:
+    """Return a case of x in blocks of names[0] times w in blocks of names[1]."""
     blocks = BLOCKS[names[0]], BLOCKS[names[1]]
-    pieces = not {TENSOR, ROW} & {*blocks}
+    by_blocks_of_k = not {TENSOR, ROW} & {*blocks}
 
     @cache  # all columns read the same ones
     def make():
@@ -99,17 +99,17 @@ def product_case(device: torch.device, m: int, n: int, k: int, names: tuple[str,
         return x, w, *operands(x, w, blocks)
 
     methods: dict[str, Callable] = {
-        "ours": partial(ours, blocks=blocks, matmul=hopper_block_matmul if pieces else fp8_matmul),
+        "ours": partial(ours, blocks=blocks, matmul=hopper_block_matmul if by_blocks_of_k else fp8_matmul),
         "scaled_mm": partial(per_matrix, fast=False),
         "fast": partial(per_matrix, fast=True),
         "BF16": lambda x, w, *_: torch.mm(x, w.t()),
     }
     if blocks == (ROW, ROW) and supports_row_scales(device, DTYPES[device.type]):
         methods["scaled_mm"] = per_row
-    if pieces:
+    if by_blocks_of_k:
         methods["plain"] = partial(ours, blocks=blocks, matmul=block_matmul)
         methods["blockwise"] = partial(ours, blocks=blocks, matmul=block_scaled_matmul)
-    kernel = f"product, {', '.join(dict.fromkeys(names) if not pieces else names)}"
+    kernel = f"product, {', '.join(dict.fromkeys(names) if not by_blocks_of_k else names)}"
     return Case(
         kernel,
         f"{m:,} x {n:,} x {k:,}",
@@ -118,29 +118,29 @@ def product_case(device: torch.device, m: int, n: int, k: int, names: tuple[str,
         {"forward": 2 * m * n * k},
         "TFLOP/s",
         rival="scaled_mm",
-        exact=partial(exact_product, blocks=blocks),
+        exact=partial(exact_matmul, blocks=blocks),
         about={"m": m, "n": n, "k": k},
     )
 
 
-def product_cases(device: torch.device, which: str) -> Iterator[Case]:
-    """One scale a matrix; one a row; tiles times squares (forward, and the input's gradient); tiles times tiles (the
-    weight's gradient).
+def matmul_cases(device: torch.device, which: str) -> Iterator[Case]:
+    """Yield cases with one scale per matrix; one per row; tiles times squares (forward, and the input's gradient);
+    tiles times tiles (the weight's gradient).
     """
     for m, n, k in SIZES[which]["products"]:
         for names in (("tensor", "tensor"), ("row", "row"), ("1 x 128", "128 x 128"), ("1 x 128", "1 x 128")):
-            yield product_case(device, m, n, k, names)
+            yield matmul_case(device, m, n, k, names)
 
 
-def tensors(*found: Quantized | torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Values and scales."""
-    return tuple(part for each in found for part in (each[:2] if isinstance(each, Quantized) else (each,)))
+def tensors(*results: Quantized | torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return values and scales."""
+    return tuple(part for each in results for part in (each[:2] if isinstance(each, Quantized) else (each,)))
 
 
 def cast_case(
     device: torch.device, rows: int, columns: int, name: str, work: float, fused: Callable, eager: Callable
 ) -> Case:
-    """fused, eager: take x and return what is quantized."""
+    """Return a case of a cast. fused, eager: take x and return the quantized results."""
     methods = {"ours": lambda x: tensors(*fused(x)), "eager": lambda x: tensors(*eager(x))}
     if device.type == "cuda":
         methods["compile"] = torch.compile(methods["eager"], dynamic=False)
@@ -153,8 +153,8 @@ def cast_case(
     )
 
 
-def turned_case(device: torch.device, rows: int, columns: int) -> Case:
-    """The transpose of what is in tiles already, from its 8 bits."""
+def transpose_case(device: torch.device, rows: int, columns: int) -> Case:
+    """Return a case that transposes a matrix in tiles, from its 8 bits."""
 
     def make():
         return tensors(quantize_fused(random(rows, columns, device=device, needs_gradient=False), block=TILE))
@@ -177,7 +177,9 @@ BOTH |= {"1 x 128, both": (TILE, False), "1 x 128, both, 2^i": (TILE, True)}
 
 
 def cast_cases(device: torch.device, which: str) -> Iterator[Case]:
-    """Each kind of blocks; some with the transpose, and with scales that are powers of two; a scale that is there."""
+    """Yield cases for each kind of blocks; some with the transpose, and with scales that are powers of two; and one
+    with a known scale.
+    """
     element = DTYPES[device.type].itemsize
     for rows, columns in SIZES[which]["casts"]:
         case, numbers = partial(cast_case, device, rows, columns), rows * columns
@@ -197,7 +199,7 @@ def cast_cases(device: torch.device, which: str) -> Iterator[Case]:
                 lambda x, how=how: quantize_both(x, **how),
                 lambda x, how=how: [quantize(x, **how), quantize(x.t(), **how)],
             )
-        yield turned_case(device, rows, columns)
+        yield transpose_case(device, rows, columns)
         yield case(
             "delayed, both",
             numbers * (element + 2) + 8,
@@ -207,33 +209,35 @@ def cast_cases(device: torch.device, which: str) -> Iterator[Case]:
 
 
 def scale_bytes(shape: tuple[int, int], block: tuple[int, int]) -> int:
-    """Of a matrix of this shape."""
+    """Return the bytes of the scales of a matrix of this shape."""
     down, across, *_ = blocks_of(shape, block)
     return 4 * down * across
 
 
 def delayed(x: torch.Tensor, scale: torch.Tensor) -> list[Quantized | torch.Tensor]:
-    """`quantize_delayed` by PyTorch's operators."""
+    """Compute `quantize_delayed` by PyTorch's operators."""
     return [quantize(x, scale=scale), quantize(x.t(), scale=scale), block_amax(x, TENSOR)]
 
 
-def layer(casts: Casts, device: torch.device, kept: bool = False) -> Callable:
-    """x, w -> x w^T in 8 bits, as an `Fp8Linear` with the weight w makes it; kept: w is quantized the first time."""
+def layer(casts: Casts, device: torch.device, cached: bool = False) -> Callable:
+    """Return x, w -> x w^T in 8 bits, as an `Fp8Linear` with the weight w computes it; cached: w is quantized the first
+    time only.
+    """
 
     @cache
     def quantizers() -> LayerQuantizers:
         made = LayerQuantizers(casts).to(device)
-        made.weight.caching = kept
+        made.weight.caching = cached
         return made
 
-    def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    def multiply(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return Fp8LinearFunction.apply(x, None, [quantizers()], w)[0]
 
-    return product
+    return multiply
 
 
 def torchao_layer(device: torch.device) -> Callable:
-    """Its autograd function, with its default recipe: one scale a matrix, found anew each time."""
+    """Return torchao's autograd function, with its default recipe: one scale per matrix, computed each time."""
 
     @cache
     def made() -> Callable:
@@ -243,20 +247,20 @@ def torchao_layer(device: torch.device) -> Callable:
         config = Float8LinearConfig(emulate=device.type == "cpu")
         settings = Float8Linear(16, 16, bias=False, config=config)
 
-        def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        def multiply(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
             return matmul_with_hp_or_float8_args.apply(x, w.t(), settings.linear_mm_config, config)
 
-        return torch.compile(product, dynamic=False) if device.type == "cuda" else product
+        return torch.compile(multiply, dynamic=False) if device.type == "cuda" else multiply
 
     return lambda x, w: made()(x, w)
 
 
 def layer_cases(device: torch.device, which: str) -> Iterator[Case]:
-    """Forward and backward of a linear layer, with all that is quantized."""
+    """Yield forward and backward of a linear layer, quantization included."""
     for m, n, k in SIZES[which]["products"]:
         methods = {
             "ours": layer(per_tensor(), device),
-            "kept": layer(per_tensor(), device, kept=True),
+            "kept": layer(per_tensor(), device, cached=True),
             "blocks": layer(by_blocks(), device),
             "BF16": F.linear,
         }

@@ -4,12 +4,14 @@
     python benchmarks/fp8_training.py curves      # writes benchmarks/results/fp8_curves_<device>.json
     python benchmarks/fp8_training.py spikes      # writes benchmarks/results/fp8_spikes_<device>.json
 
-curves: a small model on the corpus, everything kept in the recipe's dtypes (RecipeOptimizer), the same batches for all
-recipes; losses are means of ten steps. The loss at the end is the mean of the last fifty, its gap that to BF16 of the
-same seed and learning rate. BF16 of another seed says how large a gap means nothing, and so does FP32 of the same one.
+curves: a small model on the corpus, with its state in the recipe's dtypes (RecipeOptimizer), and the same batches for
+all recipes; losses are means of ten steps. The loss at the end is the mean of the last fifty, its gap the difference
+from BF16 of the same seed and learning rate. BF16 with another seed, and FP32 with the same one, show which gaps are
+insignificant.
 
-spikes: a small model trained in BF16, then each way to scale goes on from there, once with one spike: in one token and
-one channel, gate and up of each SwiGLU are `growth` times as large for one step. Gaps are to BF16 with the same spike.
+spikes: a small model is trained in BF16, then training continues with each kind of scaling, with one spike: in one
+token and one channel, gate and up of each SwiGLU are multiplied by `growth` for one step. Gaps are relative to BF16
+with the same spike.
 """
 
 import argparse
@@ -52,7 +54,7 @@ def device_here() -> torch.device:
 
 
 def curve(name: str, lr: float, seed: int, steps: int, tokens: torch.Tensor) -> list[float]:
-    """The loss of each step of a recipe."""
+    """Return the loss of each step of a recipe."""
     recipe, device, losses = CURVES[name], device_here(), []
     with device:
         model = apply_fp8(Transformer(SMALL, seed), recipe)
@@ -66,32 +68,32 @@ def curve(name: str, lr: float, seed: int, steps: int, tokens: torch.Tensor) -> 
     return torch.stack(losses).tolist()
 
 
-def curves(chosen: argparse.Namespace) -> dict:
-    """Rows of recipe, learning rate, seed, the curve by tens of steps, and the loss at the end."""
+def curves(args: argparse.Namespace) -> dict:
+    """Return rows of recipe, learning rate, seed, the curve by tens of steps, and the loss at the end."""
     tokens, rows = ByteTokenizer().encode(corpus(2_000_000)), []
-    for lr, seed, name in itertools.product(chosen.lr, range(chosen.seeds), CURVES):
-        losses = curve(name, lr, seed, chosen.steps, tokens)
+    for lr, seed, name in itertools.product(args.lr, range(args.seeds), CURVES):
+        losses = curve(name, lr, seed, args.steps, tokens)
         tens = [statistics.mean(losses[i : i + 10]) for i in range(0, len(losses), 10)]
         row = {"recipe": name, "lr": lr, "seed": seed, "tens": tens, "end": statistics.mean(losses[-50:])}
         rows.append(row)
         print(f"lr {lr:g} seed {seed} {name:26s} {row['end']:.4f}", flush=True)
-    return {"model": dataclasses.asdict(SMALL), "batch": 8, "seq": 64, "steps": chosen.steps, "rows": rows}
+    return {"model": dataclasses.asdict(SMALL), "batch": 8, "seq": 64, "steps": args.steps, "rows": rows}
 
 
 class SpikingSwiglu:
-    """SwiGLU that, while `growth` isn't 1, has gate and up of one token and one channel so many times as large."""
+    """SwiGLU that multiplies gate and up of one token and one channel by `growth`, unless it is 1."""
 
     growth = 1.0
 
     def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         added = torch.zeros_like(gate)  # [b, s, f]
-        chosen = (gate[0, 0].clamp(min=0) * up[0, 0].abs()).argmax()
-        added[0, 0, chosen] = self.growth - 1
+        channel = (gate[0, 0].clamp(min=0) * up[0, 0].abs()).argmax()
+        added[0, 0, channel] = self.growth - 1
         return swiglu(gate + added * gate.detach(), up + added * up.detach())
 
 
 def spike_curve(model, optimizer, batches: list, growth: float = 1.0, at: int | None = None) -> list[float]:
-    """The loss of each step on the batches, in BF16 where products are not in FP8, with a spike in the step `at`."""
+    """Return the loss of each step on the batches, in BF16 where matmuls are not in FP8, with a spike in step `at`."""
     losses = []
     for number, batch in enumerate(batches):
         for block in model.blocks:
@@ -102,8 +104,8 @@ def spike_curve(model, optimizer, batches: list, growth: float = 1.0, at: int | 
 
 
 def spike_gaps(losses: list[float], base: list[float]) -> dict[str, float]:
-    """How far losses are above those of the base: at the spike, in the next 15 steps, in the last 10; and the loss of
-    the last 10.
+    """Return how far losses are above those of the base: at the spike, in the next 15 steps, in the last 10; and the
+    loss of the last 10.
     """
     gaps = [mine - theirs for mine, theirs in zip(losses, base, strict=True)]
     after = gaps[SPIKE_AT + 1 : SPIKE_AT + 16]
@@ -115,19 +117,19 @@ def spike_gaps(losses: list[float], base: list[float]) -> dict[str, float]:
     }
 
 
-def spikes(chosen: argparse.Namespace) -> dict:
-    """Rows of casts, learning rate, growth, seed, and `spike_gaps` to BF16."""
+def spikes(args: argparse.Namespace) -> dict:
+    """Return rows of casts, learning rate, growth, seed, and `spike_gaps` to BF16."""
     device, rows = device_here(), []
     text = TokenBatches(ByteTokenizer().encode(corpus(2_000_000)), 8, 32)
-    batches = [tuple(part.to(device) for part in next(text)) for _ in range(BEFORE_SPIKE + chosen.steps)]
-    for lr, seed in itertools.product(chosen.lr, range(chosen.seeds)):
+    batches = [tuple(part.to(device) for part in next(text)) for _ in range(BEFORE_SPIKE + args.steps)]
+    for lr, seed in itertools.product(args.lr, range(args.seeds)):
         with device:
             model = Transformer(PRESETS["debug"], seed)
         for block in model.blocks:
             block.mlp.activation = SpikingSwiglu()
         optimizer = adamw(model, lr)
         spike_curve(model, optimizer, batches[:BEFORE_SPIKE])
-        for growth in chosen.growth:
+        for growth in args.growth:
             curves_here = {}
             for name, casts in SPIKE_CASTS.items():
                 copied, its_optimizer = copy.deepcopy((model, optimizer))
@@ -135,30 +137,30 @@ def spikes(chosen: argparse.Namespace) -> dict:
                 curves_here[name] = spike_curve(copied, its_optimizer, batches[BEFORE_SPIKE:], growth, SPIKE_AT)
                 row = {"casts": name, "lr": lr, "growth": growth, "seed": seed}
                 rows.append(row | spike_gaps(curves_here[name], curves_here["BF16"]))
-                told = ", ".join(f"{key} {rows[-1][key]:+.3f}" for key in ("at", "next", "last"))
-                print(f"lr {lr:g} growth {growth:g} seed {seed} {name:38s} {told}", flush=True)
-    return {"preset": "debug", "batch": 8, "seq": 32, "before": BEFORE_SPIKE, "steps": chosen.steps, "rows": rows}
+                gaps = ", ".join(f"{key} {rows[-1][key]:+.3f}" for key in ("at", "next", "last"))
+                print(f"lr {lr:g} growth {growth:g} seed {seed} {name:38s} {gaps}", flush=True)
+    return {"preset": "debug", "batch": 8, "seq": 32, "before": BEFORE_SPIKE, "steps": args.steps, "rows": rows}
 
 
 COMPARISONS = {"curves": curves, "spikes": spikes}
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measure on this machine's device and write the figures down."""
+    """Measure on this machine's device and write the figures."""
     parser = argparse.ArgumentParser(description="Training in FP8 against BF16.")
     parser.add_argument("what", nargs="*", help=f"of {', '.join(COMPARISONS)}; all if none is named")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--lr", type=float, nargs="+", default=[1e-3, 3e-3, 1e-2])
     parser.add_argument("--growth", type=float, nargs="+", default=[100, 300, 1000], help="of gate and up in a spike")
-    chosen = parser.parse_args(argv)
-    if unknown := set(chosen.what) - set(COMPARISONS):
+    args = parser.parse_args(argv)
+    if unknown := set(args.what) - set(COMPARISONS):
         parser.error(f"{', '.join(sorted(unknown))}: the comparisons are {', '.join(COMPARISONS)}")
-    if "spikes" in (chosen.what or COMPARISONS) and chosen.steps < SPIKE_AT + 2:
+    if "spikes" in (args.what or COMPARISONS) and args.steps < SPIKE_AT + 2:
         parser.error(f"--steps: {SPIKE_AT + 2} or more, so that there is one after the spike")
     torch.set_num_threads(1)
-    for what in chosen.what or COMPARISONS:
-        save(f"fp8_{what}", COMPARISONS[what](chosen))
+    for what in args.what or COMPARISONS:
+        save(f"fp8_{what}", COMPARISONS[what](args))
 
 
 if __name__ == "__main__":

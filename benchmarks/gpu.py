@@ -1,23 +1,23 @@
-"""All that wants a GPU, by one command: is it right there, and how fast is it.
+"""All jobs that need a GPU, by one command: their results and their speed.
 
-    python benchmarks/gpu.py --out DIR --budget 540     # or `make gpu`; what is done is skipped, so run it again
+    python benchmarks/gpu.py --out DIR --budget 540     # or `make gpu`; finished jobs are skipped: run it again
     python benchmarks/gpu.py --plan                     # the jobs and their estimated seconds; needs no GPU
     python benchmarks/gpu.py --out DIR --only linear    # the jobs with this in their names, done or not
     python benchmarks/gpu.py --out DIR --record         # benchmarks/results/*_<gpu>.json from what was measured
-    python benchmarks/gpu.py --out DIR --device cpu     # all of it at tiny sizes, interpreted: times mean nothing
+    python benchmarks/gpu.py --out DIR --device cpu     # all jobs at tiny sizes, interpreted: times mean nothing
 
 It runs from a bare checkout, with torch, triton and numpy alone; pytest, ncu, compute-sanitizer, Liger-Kernel and
-torchao are used where they are. What is measured, and in which order, is in gpu_jobs.py; how, in kernel_runs.py.
+torchao are used if they are installed. The jobs and their order are in gpu_jobs.py, the measurement in kernel_runs.py.
 
-Jobs run in processes beside this one, a new one after each job that failed: an illegal access, a crash, a hang or a
-wrong result costs its own job alone. Jobs that time something have the GPU for themselves; the others run side by side.
-Before the first of the timed ones, what they compile is compiled side by side too (`ready: `), and kept on disk by
-Triton and PyTorch. DIR/results.jsonl gets a line as soon as there is something to say:
+Jobs run in worker processes, with a new process after each job that failed: an illegal access, a crash, a hang or a
+wrong result affects only its own job. Timed jobs have the GPU to themselves; the others run concurrently. Before the
+first timed job, everything they compile is compiled concurrently (`ready: `), and cached on disk by Triton and PyTorch.
+DIR/results.jsonl gets a line for each event as it happens:
 
     {"job": name, "begin": date}    {"job": name, "row": {...}}    {"job": name, "outcome": "passed", "seconds": 12.3}
 
-outcome: passed; skipped (a tool is not there); failed (an error, or a wrong result), crashed, timed out, with `error`.
-DIR/log.txt has what the jobs print.
+outcome: passed; skipped (a tool is missing); failed (an error, or a wrong result), crashed, timed out, with `error`.
+DIR/log.txt has the output of the jobs.
 """
 
 import argparse
@@ -43,19 +43,19 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [path for path in (str(HERE.parent), str(HERE)) if path not in sys.path]
 STARTED = time.monotonic()
-START_S = 120  # the most that a process may take until it begins its first job
+START_S = 120  # limit for a process to begin its first job
 
 
 @dataclass(frozen=True)
 class Job:
-    """Something to run. Its rows are written down as they come; it fails by raising."""
+    """A unit of work. Its rows are written as they are yielded; it fails by raising."""
 
     name: str
     run: Callable[[], Iterable[dict]]
-    seconds: float  # that it takes on an H200, estimated until `--plan --out DIR` knows better
-    limit_s: float = 0.0  # when it counts as hung; 0: three times as long, and a minute
+    seconds: float  # on an H200, an estimate until `--plan --out DIR` has a measurement
+    limit_s: float = 0.0  # limit after which it counts as hung; 0: three times `seconds`, plus a minute
     alone: bool = False  # in a process of its own
-    beside: bool = False  # others may run at the same time: its times do not count
+    beside: bool = False  # others may run concurrently: it is not timed
 
     @property
     def patience_s(self) -> float:
@@ -63,19 +63,19 @@ class Job:
 
 
 class Skipped(Exception):
-    """A job needs something that is not on this machine."""
+    """Raised by a job that needs something this machine does not have."""
 
 
 def all_jobs(module: str, device: str) -> dict[str, Job]:
-    """The jobs by name, in their order."""
+    """Return the jobs by name, in order."""
     found = list(importlib.import_module(module).jobs(device))
     assert len({job.name for job in found}) == len(found), "two jobs have one name"
     return {job.name: job for job in found}
 
 
 def work(jobs: dict[str, Job], rows) -> None:
-    """The process beside: run the jobs that are named on stdin, and say so in the file `rows`. It ends after one that
-    fails, for no CUDA call works after an illegal access.
+    """Run, in a worker process, the jobs that are named on stdin, and write their messages to the file `rows`. Exit
+    after a job that failed, since no CUDA call works after an illegal access.
     """
     for name in map(str.strip, sys.stdin):
         ended = {"outcome": "passed"}
@@ -90,14 +90,14 @@ def work(jobs: dict[str, Job], rows) -> None:
             ended = {"outcome": "failed", "error": f"{type(error).__name__}: {str(error).strip()[:500]}"}
         print(json.dumps(ended), file=rows)
         if ended["outcome"] == "failed":
-            os._exit(1)  # whatever CUDA has to say about it
+            os._exit(1)  # without CUDA's cleanup
 
 
 class Worker:
-    """A process beside, as this one sees it."""
+    """A worker process, as seen from the main process."""
 
-    def __init__(self, chosen: argparse.Namespace, log, crowded: bool):
-        command = [sys.executable, str(HERE / "gpu.py"), "--work", "--jobs", chosen.jobs, "--device", chosen.device]
+    def __init__(self, args: argparse.Namespace, log, crowded: bool):
+        command = [sys.executable, str(HERE / "gpu.py"), "--work", "--jobs", args.jobs, "--device", args.device]
         few = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"} if crowded else {}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log, "env": os.environ | few}
         self.process = subprocess.Popen(command, **pipes, text=True, start_new_session=True)
@@ -110,34 +110,34 @@ class Worker:
         self.lines.put(None)
 
     def run(self, job: Job, patience_s: float, left_s: float, note: Callable[[dict], None]) -> dict:
-        """Run a job, and pass on its rows; returns its outcome. The process is ended where there is no more to hope."""
+        """Run a job, pass on its rows, and return its outcome. End the process if the job does not finish in time."""
         with contextlib.suppress(BrokenPipeError):
             print(job.name, file=self.process.stdin, flush=True)
         deadline = time.monotonic() + min(START_S + patience_s, left_s)
         while True:
             try:
-                said = self.lines.get(timeout=max(0.0, deadline - time.monotonic()))
+                message = self.lines.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 self.end()
                 return {"outcome": "timed out", "error": f"it was not done after {patience_s:.0f} s"}
-            if said is None:
+            if message is None:
                 code = self.process.wait()
                 how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
                 return {"outcome": "crashed", "error": f"its process ended: {how}"}
-            if "begin" in said:
+            if "begin" in message:
                 deadline = min(deadline, time.monotonic() + patience_s)
-            elif "row" in said:
-                note(said["row"])
+            elif "row" in message:
+                note(message["row"])
             else:
-                return said
+                return message
 
     def end(self) -> None:
-        """Stop it, and all that it has started: torchrun ends its ranks if it is asked to, and not if it is killed."""
+        """Stop the process and all its children: torchrun ends its ranks on SIGTERM, but not if it is killed."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGTERM)
             deadline = time.monotonic() + 5
             while time.monotonic() < deadline:
-                self.process.poll()  # a child that has ended is in its group until it is asked for
+                self.process.poll()  # a finished child stays in its group until it is polled
                 os.killpg(self.process.pid, 0)
                 time.sleep(0.05)
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -145,31 +145,31 @@ class Worker:
 
 
 def read(out: Path) -> dict[str, dict]:
-    """What is known of each job, from its last run: rows, and outcome and seconds where it has ended. A run that was
-    cut off does not count where an earlier one has passed.
+    """Return what is known of each job, from its last run: rows, and outcome and seconds if it has ended. A run that
+    was cut off does not replace an earlier one that passed.
     """
     found: dict[str, dict] = {}
     passed: dict[str, dict] = {}
     file = out / "results.jsonl"
     for line in file.read_text().splitlines() if file.exists() else []:
         try:
-            said = json.loads(line)
-        except json.JSONDecodeError:  # cut off with its run
+            message = json.loads(line)
+        except json.JSONDecodeError:  # the run was cut off
             continue
-        name = said.pop("job")
-        if "begin" in said:
+        name = message.pop("job")
+        if "begin" in message:
             if found.get(name, {}).get("outcome") == "passed":
                 passed[name] = found[name]
             found[name] = {"rows": []}
-        elif "row" in said:
-            found[name]["rows"].append(said["row"])
+        elif "row" in message:
+            found[name]["rows"].append(message["row"])
         else:
-            found[name] |= said
+            found[name] |= message
     return found | {name: job for name, job in passed.items() if "outcome" not in found[name]}
 
 
-def told(row: dict) -> str:
-    """A row in a line."""
+def describe(row: dict) -> str:
+    """Return a row as one line of text."""
     if "errors" in row and "ms" not in row:
         return "off by " + ", ".join(f"{error:.1e} ({column})" for column, error in row["errors"].items())
     if "ms" not in row:
@@ -180,10 +180,10 @@ def told(row: dict) -> str:
 
 
 class Run:
-    """Jobs under way, and where it is written down what they say."""
+    """Jobs in progress, and the file for their messages."""
 
-    def __init__(self, chosen: argparse.Namespace, results, log):
-        self.chosen, self.results, self.log = chosen, results, log
+    def __init__(self, args: argparse.Namespace, results, log):
+        self.args, self.results, self.log = args, results, log
         self.workers: set[Worker] = set()
         self.no_time: list[str] = []
         self.lock, self.stopped = threading.Lock(), False
@@ -193,19 +193,19 @@ class Run:
             print(json.dumps({"job": job.name} | what), file=self.results, flush=True)
 
     def lane(self, todo: collections.deque[Job], crowded: bool) -> None:
-        """Do what is to be done, one after another, while other lanes do the same."""
+        """Run jobs from the queue one after another, concurrently with other lanes."""
         worker = None
         while not self.stopped:
             with self.lock:
                 if not todo:
                     break
                 job, spent = todo.popleft(), time.monotonic() - STARTED
-            if job.seconds > self.chosen.budget - spent:
+            if job.seconds > self.args.budget - spent:
                 self.no_time.append(job.name)
                 continue
             if worker is None or job.alone:
                 self.dismiss(worker)
-                worker = Worker(self.chosen, self.log, crowded)
+                worker = Worker(self.args, self.log, crowded)
                 self.workers.add(worker)
             ended = self.do(job, worker)
             if job.alone or ended["outcome"] not in ("passed", "skipped"):
@@ -213,17 +213,17 @@ class Run:
         self.dismiss(worker)
 
     def do(self, job: Job, worker: Worker) -> dict:
-        """One job; returns its outcome."""
+        """Run one job and return its outcome."""
         began, lines = time.monotonic(), []
         self.note(job, {"begin": datetime.datetime.now().isoformat(timespec="seconds")})
 
         def note_row(row: dict) -> None:
-            lines.append(f"    {told(row)}")
+            lines.append(f"    {describe(row)}")
             self.note(job, {"row": row})
 
-        ended = worker.run(job, job.patience_s, self.chosen.budget - (began - STARTED), note_row)
+        ended = worker.run(job, job.patience_s, self.args.budget - (began - STARTED), note_row)
         now = time.monotonic()
-        if ended["outcome"] == "timed out" and now - STARTED >= self.chosen.budget:
+        if ended["outcome"] == "timed out" and now - STARTED >= self.args.budget:
             ended = {"outcome": None, "error": "cut off, as the budget is used up"}  # it begins again next time
         if self.stopped:
             return ended
@@ -241,23 +241,23 @@ class Run:
             self.workers.discard(worker)
 
     def stop(self) -> None:
-        """End all that is under way."""
+        """End all jobs in progress."""
         self.stopped = True
         for worker in tuple(self.workers):
             worker.end()
 
 
-def run_all(chosen: argparse.Namespace, jobs: dict[str, Job], known: dict[str, dict]) -> dict[str, dict]:
-    """Run the jobs that there is time for; returns what is known of all afterwards."""
-    chosen.out.mkdir(parents=True, exist_ok=True)
-    file = chosen.out / "results.jsonl"
+def run_all(args: argparse.Namespace, jobs: dict[str, Job], known: dict[str, dict]) -> dict[str, dict]:
+    """Run the jobs for which there is time, and return what is known of all jobs afterwards."""
+    args.out.mkdir(parents=True, exist_ok=True)
+    file = args.out / "results.jsonl"
     if file.exists() and not file.read_text().endswith("\n"):
         file.write_text(file.read_text() + "\n")
-    with file.open("a") as results, (chosen.out / "log.txt").open("a") as log:
-        run = Run(chosen, results, log)
+    with file.open("a") as results, (args.out / "log.txt").open("a") as log:
+        run = Run(args, results, log)
         for beside, group in itertools.groupby(jobs.values(), key=lambda job: job.beside):
             todo = collections.deque(group)
-            count = min(chosen.processes, len(todo)) if beside else 1
+            count = min(args.processes, len(todo)) if beside else 1
             with concurrent.futures.ThreadPoolExecutor(count) as pool:
                 lanes = [pool.submit(run.lane, todo, count > 1) for _ in range(count)]
                 try:
@@ -268,11 +268,11 @@ def run_all(chosen: argparse.Namespace, jobs: dict[str, Job], known: dict[str, d
                         run.stop()
     if run.no_time:
         print(f"no time was left for {len(run.no_time)} jobs: run it again, and it goes on with {run.no_time[0]!r}")
-    return known | read(chosen.out)
+    return known | read(args.out)
 
 
 def show_plan(jobs: dict[str, Job], known: dict[str, dict], processes: int) -> None:
-    """The jobs, how long they take, and what has become of them."""
+    """Print the jobs, their durations, and their outcomes."""
     for job in jobs.values():
         about = known.get(job.name, {})
         seconds = about["seconds"] if about.get("outcome") == "passed" else job.seconds
@@ -301,35 +301,35 @@ def options(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run what there is to run; returns 1 where something is wrong."""
-    chosen = options(argv)
-    if not (chosen.plan or chosen.record or chosen.device == "cpu"):
+    """Run the jobs; return 1 if one did not pass."""
+    args = options(argv)
+    if not (args.plan or args.record or args.device == "cpu"):
         import torch
 
         if not torch.cuda.is_available():
             print("no GPU here, so there is nothing to run; --plan shows the jobs, --device cpu runs them tiny")
             return 0
-    if chosen.work:
+    if args.work:
         rows = os.fdopen(os.dup(1), "w", buffering=1)
         os.dup2(2, 1)  # what is printed, from now on
-        work(all_jobs(chosen.jobs, chosen.device), rows)
+        work(all_jobs(args.jobs, args.device), rows)
         return 0
-    jobs = all_jobs(chosen.jobs, chosen.device)
-    known = read(chosen.out)
-    if chosen.record:
-        for line in importlib.import_module(chosen.jobs).record(known):
+    jobs = all_jobs(args.jobs, args.device)
+    known = read(args.out)
+    if args.record:
+        for line in importlib.import_module(args.jobs).record(known):
             print(line)
         return 0
-    if chosen.only:
-        jobs = {name: job for name, job in jobs.items() if chosen.only in name}
+    if args.only:
+        jobs = {name: job for name, job in jobs.items() if args.only in name}
         if not jobs:
-            print(f"no job has {chosen.only!r} in its name; --plan shows them", file=sys.stderr)
+            print(f"no job has {args.only!r} in its name; --plan shows them", file=sys.stderr)
             return 1
-    if chosen.plan:
-        show_plan(jobs, known, chosen.processes)
+    if args.plan:
+        show_plan(jobs, known, args.processes)
         return 0
-    todo = jobs if chosen.only else {n: job for n, job in jobs.items() if "outcome" not in known.get(n, {})}
-    known = run_all(chosen, todo, known)
+    todo = jobs if args.only else {n: job for n, job in jobs.items() if "outcome" not in known.get(n, {})}
+    known = run_all(args, todo, known)
     wrong = [n for n in jobs if known.get(n, {}).get("outcome", "passed") not in ("passed", "skipped")]
     print("\n".join([f"{len(wrong)} jobs did not pass:", *wrong] if wrong else ["nothing that ran is wrong"]))
     return 1 if wrong else 0

@@ -1,19 +1,19 @@
-"""What gpu.py runs, in its order: is it right, then the sizes that count most, then the rest.
+"""The jobs of gpu.py, in order: correctness, then the headline sizes, then the rest.
 
 machine            versions, clocks, ceilings
 right: KERNEL      each kernel's results and gradients against PyTorch in a wider type, small, each in a process of
-                   its own; kernels specialised by warps last
-tests: FILE        the tests that want CUDA (pytest -m gpu)
+                   its own; warp-specialized kernels last
+tests: FILE        the tests that need CUDA (pytest -m gpu)
 ranks: LAYOUT      two ranks with tensors on one GPU, over gloo, against one rank: losses and weights after 3 steps
 launcher: NAME     a notebook's program by the launcher, NCCL on one rank
-memory             a memory profile, and what the allocator says of the same step
+memory             a memory profile, against the allocator's figure for the same step
 tests of kernels: FILE    the kernels' tests, compiled and on the GPU (pytest -m device)
-ready: FILE: KERNEL SIZE  compiles it all for the next, and holds it against PyTorch at this size
+ready: FILE: KERNEL SIZE  compiles all kernels of the next job, and compares with PyTorch at this size
 FILE: KERNEL SIZE  kernels.py, attention.py, fp8.py: times against the rivals, the headline sizes first
 step               bench-1B: eager, compiled, with the kernels, in FP8: seconds, tokens/s, MFU, peak memory
 in turns: WAY      its steps and those of BF16 with the kernels, in alternation in one process: README's FP8 row
 sanitizer: TOOL    compute-sanitizer over every kernel, small
-sectors            what ncu counts against what count_transactions predicts (counters.py)
+sectors            ncu's counts against the predictions of count_transactions (counters.py)
 """
 
 import dataclasses
@@ -62,7 +62,7 @@ ROOT = Path(__file__).resolve().parent.parent
 COMPARISONS: dict[str, dict[str, Comparison]] = {  # by file and the key of its rows
     "kernels": {"rows": kernels.KERNELS},
     "attention": {"rows": attention.ATTENTION, "rungs": attention.LADDER},
-    "fp8": {"products": fp8.PRODUCTS, "casts": fp8.CASTS, "layers": fp8.LAYERS},
+    "fp8": {"products": fp8.MATMULS, "casts": fp8.CASTS, "layers": fp8.LAYERS},
 }
 HEADLINES = re.compile(
     r"attention: attention \d+ x (4,096|8,192|16,384), 128|fp8: (linear|product.*) 8,192 x 8,192 x 8,192"
@@ -74,9 +74,9 @@ READY_S = {"attention": 50, "rungs": 90}
 MISSED = {"kernels": kernels.missed, "attention": attention.missed, "fp8": fp8.missed}
 REASONS = {  # why a bound is missed, where we have an explanation
     r"attention .* cuDNN": "its groups of warps take turns, by barriers that Triton does not offer (notebook 13)",
-    r"elu, forward": "30 instructions a number, nearly as long to issue as its bytes take",
-    r"linear .* torchao": "casts that also turn a matrix left room for 8 warps an SM, and ran at a third of a copy's "
-    "speed; now there is room for 20, not measured again",
+    r"elu, forward": "30 instructions per element, which take nearly as long to issue as its bytes take",
+    r"linear .* torchao": "casts that also transpose a matrix left room for 8 warps per SM, and ran at a third of a "
+    "copy's speed; now there is room for 20, not measured again",
     r"product, 1 x 128": "applying the scales keeps ordinary cores busy for over half of the products' time (616 issue "
     "slots for 1,024 clocks, counted in the machine code), and tiles come without multicast; training uses cuBLAS's",
 }
@@ -88,7 +88,7 @@ TOLERANCE = 1e-4  # of losses and weights on two ranks, whose sums have another 
 
 
 def machine(device: torch.device) -> Iterator[dict]:
-    """Versions and ceilings; every other job that needs them measures them again, in its own process."""
+    """Yield versions and ceilings; every other job that needs ceilings measures them again, in its own process."""
     row = {"date": datetime.date.today().isoformat(), "threads": torch.get_num_threads()}
     row |= {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__}
     if device.type == "cuda":
@@ -97,8 +97,8 @@ def machine(device: torch.device) -> Iterator[dict]:
         asked = "clocks.sm,clocks.max.sm,clocks.mem,power.limit,driver_version"
         if shutil.which("nvidia-smi"):
             command = ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"]
-            told = subprocess.run(command, capture_output=True, text=True).stdout.strip()
-            row |= dict(zip(asked.split(","), told.split(", "), strict=True))
+            reported = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+            row |= dict(zip(asked.split(","), reported.split(", "), strict=True))
     yield row | ceilings_of(device)
 
 
@@ -113,34 +113,36 @@ def roofline(device: torch.device):
 
 
 def tests(marked: str, file: str) -> Iterator[dict]:
-    """What became of a file's tests. Raises AssertionError where one fails."""
+    """Run a file's tests and yield their counts. Raises AssertionError if one fails."""
     if not importlib.util.find_spec("pytest"):
         raise Skipped("pytest is not installed")
     command = [sys.executable, "-m", "pytest", "-q", "-m", marked, "-p", "no:cacheprovider", file]
-    wide = os.environ | {"COLUMNS": "300"}  # else a test's name leaves no room for its error
+    wide = os.environ | {"COLUMNS": "300"}  # so that a test's name leaves room for its error
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=wide)
     print(done.stdout, done.stderr, flush=True)
     last = done.stdout.rstrip().rpartition("\n")[2]
     counts = {word: int(count) for count, word in re.findall(r"(\d+) (passed|failed|error|skipped)", last)}
-    told = re.findall(r"^(?:FAILED|ERROR) .*?::(.*)", done.stdout, re.M)  # name and error, a line each
-    yield {"file": file} | counts | ({"failures": [line[:200] for line in told]} if told else {})
+    reported = re.findall(r"^(?:FAILED|ERROR) .*?::(.*)", done.stdout, re.M)  # name and error, one per line
+    yield {"file": file} | counts | ({"failures": [line[:200] for line in reported]} if reported else {})
     assert done.returncode in (0, 5), last  # 5: none is chosen
     if "skipped" in counts and "passed" not in counts:
         raise Skipped(last)
 
 
 def files_with(pattern: str) -> list[str]:
-    found = (path for path in (ROOT / "tests").glob("*/test_*.py") if re.search(pattern, path.read_text(), re.M))
-    return sorted(str(path.relative_to(ROOT)) for path in found)
+    paths = (path for path in (ROOT / "tests").glob("*/test_*.py") if re.search(pattern, path.read_text(), re.M))
+    return sorted(str(path.relative_to(ROOT)) for path in paths)
 
 
 def tuners() -> list[Autotuner]:
-    """Our autotuned kernels that have been made so far."""
+    """Return our autotuned kernels that exist so far."""
     return [each for each in gc.get_objects() if type(each) is Autotuner]
 
 
 def fresh() -> None:
-    """What the job before has left goes; our autotuners forget what was best at another size, as a training has few."""
+    """Free the memory of the previous job, and clear the autotuners' caches, which would hold the best configuration of
+    another size.
+    """
     gc.collect()
     for kernel in tuners():
         kernel.cache.clear()
@@ -149,17 +151,19 @@ def fresh() -> None:
 
 
 def right(case: Case, comparison: Comparison, device: torch.device) -> Iterator[dict]:
-    """How far the columns are off. Raises ValueError where ours are too far."""
-    own = {column: method for column, method in case.methods.items() if column in (*comparison.own, case.rival)}
+    """Yield the errors of the columns. Raises ValueError if ours are too large."""
+    our_methods = {
+        column: method for column, method in case.methods.items() if column in (*comparison.ours, case.rival)
+    }
     fresh()
     for kernel in tuners():
-        kernel.configs = kernel.configs[:1]  # to compile all would take a minute; this process runs nothing else
-    yield {"errors": working(dataclasses.replace(case, methods=own), device, comparison)[1]}
+        kernel.configs = kernel.configs[:1]  # compiling all would take a minute; this process runs nothing else
+    yield {"errors": working(dataclasses.replace(case, methods=our_methods), device, comparison)[1]}
 
 
 def ready(case: Case, comparison: Comparison, device: torch.device) -> Iterator[dict]:
-    """All columns compile, at all tile sizes, for `measured`, and ours are held against the reference at this size. All
-    but "math": it has nothing to compile, and its scores take the room of those beside it.
+    """Compile all columns, at all tile sizes, for `measured`, and compare ours with the reference at this size. "math"
+    is left out: it has nothing to compile, and its scores take the memory of concurrent jobs.
     """
     fresh()
     case = dataclasses.replace(case, methods={name: each for name, each in case.methods.items() if name != "math"})
@@ -167,14 +171,14 @@ def ready(case: Case, comparison: Comparison, device: torch.device) -> Iterator[
 
 
 def measured(file: str, case: Case, comparison: Comparison, device: torch.device) -> Iterator[dict]:
-    """The rows of a case, with the key of its table in the file's results."""
+    """Yield the rows of a case, with the key of its table in the file's results."""
     (table,) = (key for key, each in COMPARISONS[file].items() if each is comparison)
     fresh()
     yield from ({"table": table} | row for row in measure(case, device, roofline(device), comparison))
 
 
 def ways(preset: str) -> dict[str, Callable]:
-    """How a large model is made for a step, by name: returns it and its step."""
+    """Return, by name, functions that create a large model and its training step."""
 
     def plain() -> tuple:
         return Transformer(PRESETS[preset]), train_step
@@ -213,7 +217,7 @@ def ways(preset: str) -> dict[str, Callable]:
 
 
 def trainer(way: str, device: torch.device) -> Callable[[int], list[dict]]:
-    """Make a large model with its optimizer; return a function that trains it for some steps and returns the records:
+    """Create a large model with its optimizer; return a function that trains it for some steps and returns the records:
     float32 weights, autocast to BF16.
     """
     preset, batch, seq, _ = LARGE[device.type]
@@ -224,8 +228,8 @@ def trainer(way: str, device: torch.device) -> Callable[[int], list[dict]]:
 
 
 def step(way: str, device: torch.device) -> Iterator[dict]:
-    """Medians of a training step, float32 weights and autocast to BF16; the first third of the steps do not count.
-    Raises AssertionError for a loss that is no number.
+    """Yield medians of a training step, float32 weights and autocast to BF16; the first third of the steps does not
+    count. Raises AssertionError for a loss that is not finite.
     """
     preset, batch, seq, steps = LARGE[device.type]
     fresh()
@@ -244,8 +248,8 @@ def step(way: str, device: torch.device) -> Iterator[dict]:
 
 
 def in_turns(way: str, rival: str, device: torch.device) -> Iterator[dict]:
-    """The time of a step over that of a rival's step, both models side by side in memory; then the rival beside itself,
-    which is the noise. Raises AssertionError for a loss that is no number.
+    """Yield the ratio of a step's time to that of a rival's step, with both models in memory; then that of the rival to
+    itself, which is the noise. Raises AssertionError for a loss that is not finite.
     """
 
     def one_step(name: str) -> Callable[[], None]:
@@ -264,20 +268,20 @@ def in_turns(way: str, rival: str, device: torch.device) -> Iterator[dict]:
     yield {"pair": f"{rival} against itself"} | paired(rivals, rivals, pairs=pairs)
 
 
-def two_ranks(words: str, device: torch.device) -> Iterator[dict]:
-    """A layout on two ranks against one rank. Raises AssertionError where they differ."""
+def two_ranks(spec: str, device: torch.device) -> Iterator[dict]:
+    """Compare a layout on two ranks with one rank. Raises AssertionError if they differ."""
     ((expected, weights),) = on_ranks("dp1", device.type)
-    found = on_ranks(words, device.type)
-    apart = max(abs(a / b - 1) for losses, _ in found for a, b in zip(losses, expected, strict=True))
-    parts = [(name, value) for _, each in found for name, value in each.items()]
-    assert {name for name, _ in parts} == weights.keys()
-    far = max(((value - weights[name]).norm() / weights[name].norm()).item() for name, value in parts)
-    yield {"layout": words, "losses apart": apart, "weights apart": far}
+    results = on_ranks(spec, device.type)
+    apart = max(abs(a / b - 1) for losses, _ in results for a, b in zip(losses, expected, strict=True))
+    shards = [(name, value) for _, each in results for name, value in each.items()]
+    assert {name for name, _ in shards} == weights.keys()
+    far = max(((value - weights[name]).norm() / weights[name].norm()).item() for name, value in shards)
+    yield {"layout": spec, "losses apart": apart, "weights apart": far}
     assert max(apart, far) <= TOLERANCE, f"losses are {apart:.1e} from one rank's, weights {far:.1e}"
 
 
 def launcher(notebook: str, arguments: list[str]) -> Iterator[dict]:
-    """The last record of a program on one rank."""
+    """Yield the last record of a program on one rank."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.jsonl"
         script = [sys.executable, "scripts/launch_nb_torchrun.py", f"notebooks/{notebook}.ipynb"]
@@ -289,7 +293,9 @@ def launcher(notebook: str, arguments: list[str]) -> Iterator[dict]:
 
 
 def memory(device: torch.device) -> Iterator[dict]:
-    """A step's peak as MemoryProfile counts it, and as the allocator does. Raises AssertionError beyond a tenth."""
+    """Yield a step's peak as MemoryProfile and the allocator count it. Raises AssertionError if they differ by more
+    than a tenth.
+    """
     preset, batch, seq = ("SmolLM-135M", 4, 1024) if device.type == "cuda" else ("debug", 2, 16)
     with device:
         model = Transformer(PRESETS[preset])
@@ -311,13 +317,13 @@ def memory(device: torch.device) -> Iterator[dict]:
 
 
 def sanitizer() -> str | None:
-    """Where compute-sanitizer is."""
+    """Return the path of compute-sanitizer, or None."""
     return shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
 
 
 def of_dispatch(report: str) -> int:
-    """How many of racecheck's hazards are reads at a kernel's first line. There warps that Triton splits off wait, and
-    read their task between two barriers (seen in the PTX). Racecheck does not count these barriers.
+    """Return how many of racecheck's hazards are reads at a kernel's first line. Warps that Triton splits off wait
+    there, and read their task between two barriers (as the PTX shows), which racecheck does not see.
     """
     reads = re.findall(r"Race reported between Read access at (\w+)\+0x\w+ in (\w+\.py):(\d+)", report)
     return sum(
@@ -329,7 +335,7 @@ def of_dispatch(report: str) -> int:
 
 
 def sanitized(tool: str, device: str, names: list[str]) -> Iterator[dict]:
-    """Errors that compute-sanitizer finds in the `right` jobs. Raises AssertionError where there are any."""
+    """Yield the errors that compute-sanitizer finds in the `right` jobs. Raises AssertionError if there are any."""
     program = sanitizer()
     if not program:
         raise Skipped("compute-sanitizer is not installed")
@@ -341,15 +347,15 @@ def sanitized(tool: str, device: str, names: list[str]) -> Iterator[dict]:
     print(done.stdout, done.stderr, flush=True)
     passed = sum('"outcome": "passed"' in line for line in done.stdout.splitlines())
     summary = r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard"
-    found = [int(a or b) for a, b in re.findall(summary, done.stdout + done.stderr)]
+    hazards = [int(a or b) for a, b in re.findall(summary, done.stdout + done.stderr)]
     false = of_dispatch(done.stdout + done.stderr)
-    errors = sum(found) - false
+    errors = sum(hazards) - false
     yield {"tool": tool, "kernels": passed, "found": errors, "of Triton's dispatch": false}
-    assert found and not errors and passed == len(names), f"{errors} errors; {passed} of {len(names)} passed"
+    assert hazards and not errors and passed == len(names), f"{errors} errors; {passed} of {len(names)} passed"
 
 
 def sectors() -> Iterator[dict]:
-    """counters.py, by itself."""
+    """Run counters.py and yield its rows."""
     if not shutil.which("ncu"):
         raise Skipped("ncu is not installed")
     with tempfile.TemporaryDirectory() as folder:
@@ -362,14 +368,14 @@ def sectors() -> Iterator[dict]:
 
 
 def cases(device: torch.device, which: str) -> Iterator[tuple[str, Comparison, Case]]:
-    """All of them, with their file and comparison."""
+    """Yield all cases, with their file and comparison."""
     for file, comparisons in COMPARISONS.items():
         for each in comparisons.values():
             yield from ((file, each, case) for case in each.cases(device, which))
 
 
 def jobs(device_type: str) -> Iterator[Job]:
-    """All of them, in order."""
+    """Yield all jobs, in order."""
     device, on_gpu = torch.device(device_type), device_type == "cuda"
     beside = functools.partial(Job, beside=True)
     yield Job("machine", functools.partial(machine, device), 15)
@@ -381,8 +387,8 @@ def jobs(device_type: str) -> Iterator[Job]:
     yield from sorted(rightness, key=lambda job: bool(re.match("right: (product|rungs)", job.name)))  # Hopper's last
     for file in files_with("mark.gpu") if on_gpu else ["tests/kernels/test_timing.py"]:
         yield beside(f"tests: {Path(file).stem}", functools.partial(tests, "gpu", file), 12)
-    for words in LAYOUTS if on_gpu else ["tp2", "pp2,zb-v"]:
-        yield beside(f"ranks: {words}", functools.partial(two_ranks, words, device), 30, alone=True)
+    for spec in LAYOUTS if on_gpu else ["tp2", "pp2,zb-v"]:
+        yield beside(f"ranks: {spec}", functools.partial(two_ranks, spec, device), 30, alone=True)
     small_run = [] if on_gpu else "--preset debug --batch 2 --seq 16".split()
     for notebook in ("04_data_parallel", "05_zero", "10_5d") if on_gpu else ("10_5d",):
         yield beside(f"launcher: {notebook}", functools.partial(launcher, notebook, ["--steps", "3", *small_run]), 25)
@@ -390,20 +396,20 @@ def jobs(device_type: str) -> Iterator[Job]:
     for file in files_with(r"^DEVICE = |^from \w+ import .*\bDEVICE\b|^    DEVICE,$") if on_gpu else ():
         name = f"tests of kernels: {Path(file).stem}"
         yield beside(name, functools.partial(tests, "device", file), 60, limit_s=400)
-    timed, ahead = {}, {}
+    timed, compile_first = {}, {}
     for file, each, case in cases(device, device_type):
         name, kind = f"{file}: {case.kernel} {case.size}", re.match(r"\w+", case.kernel)[0]
         timed[name] = Job(name, functools.partial(measured, file, case, each, device), SECONDS.get(kind, 3))
         its_run = functools.partial(ready, case, each, device)
-        ahead[name] = beside(f"ready: {name}", its_run, READY_S.get(kind, 15))
+        compile_first[name] = beside(f"ready: {name}", its_run, READY_S.get(kind, 15))
     headlines = [name for name in timed if HEADLINES.match(name)]
     others = [name for name in timed if not HEADLINES.match(name)]
-    yield from (ahead[name] for name in headlines if on_gpu)
+    yield from (compile_first[name] for name in headlines if on_gpu)
     yield from (timed[name] for name in headlines)
     for way in ways(LARGE[device_type][0]):
         yield Job(f"step: {way}", functools.partial(step, way, device), 35 if way == "compile" else 8)
     yield Job(f"in turns: {IN_TURNS[0]}", functools.partial(in_turns, *IN_TURNS, device), 30)
-    yield from (ahead[name] for name in others if on_gpu)
+    yield from (compile_first[name] for name in others if on_gpu)
     yield from (timed[name] for name in others)
     for tool in ("memcheck", "racecheck"):
         for file, of_file in small.items():
@@ -413,46 +419,46 @@ def jobs(device_type: str) -> Iterator[Job]:
 
 
 def record(known: dict[str, dict]) -> Iterator[str]:
-    """Write benchmarks/results/NAME_<gpu>.json for each name that has been measured whole or in part; yields a line for
-    each, and one for each bound that is missed.
+    """Write benchmarks/results/NAME_<gpu>.json for each name that has been measured, in full or in part; yield a line
+    for each file, and one for each bound that is missed.
     """
     (about,) = known.get("machine", {}).get("rows") or [{}]
     if "machine" not in about:
         yield "nothing was measured on a GPU: there is nothing to record"
         return
     gpu = gpu_word(about["machine"])
-    kept = "date", "machine", "threads", "torch", "triton", "copy_gb_per_s", "product_tflop_per_s"
-    shared = {key: about[key] for key in kept if key in about}  # date and threads: of the run, not of this machine
+    keys = "date", "machine", "threads", "torch", "triton", "copy_gb_per_s", "product_tflop_per_s"
+    shared = {key: about[key] for key in keys if key in about}  # date and threads: of the run, not of this machine
 
     def rows_of(start: str) -> list[dict]:
         passed = {name: job["rows"] for name, job in known.items() if job.get("outcome") == "passed"}
         return [row for name, rows in passed.items() if name.startswith(start) for row in rows]
 
     for file, comparisons in COMPARISONS.items():
-        found = rows_of(f"{file}: ")
-        figures = {key: [row for row in found if row["table"] == key] for key in comparisons}
-        if found:
+        measured_rows = rows_of(f"{file}: ")
+        figures = {key: [row for row in measured_rows if row["table"] == key] for key in comparisons}
+        if measured_rows:
             save(file, shared | figures, gpu)
-            yield f"benchmarks/results/{file}_{gpu}.json: {len(found)} rows"
+            yield f"benchmarks/results/{file}_{gpu}.json: {len(measured_rows)} rows"
             yield from map(with_reason, MISSED[file](figures))
-    if found := rows_of("sectors"):
-        save("sectors", shared | {"rows": found}, gpu)
-        yield f"benchmarks/results/sectors_{gpu}.json: {len(found)} rows"
+    if measured_rows := rows_of("sectors"):
+        save("sectors", shared | {"rows": measured_rows}, gpu)
+        yield f"benchmarks/results/sectors_{gpu}.json: {len(measured_rows)} rows"
     pairs = {row["pair"]: {key: row[key] for key in row if key != "pair"} for row in rows_of("in turns: ")}
-    if found := rows_of("step: "):
-        save("steps", shared | {"rows": found} | ({"in turns": pairs} if pairs else {}), gpu)
-        yield f"benchmarks/results/steps_{gpu}.json: {len(found)} rows"
-        yield from map(with_reason, missed_steps(found))
+    if measured_rows := rows_of("step: "):
+        save("steps", shared | {"rows": measured_rows} | ({"in turns": pairs} if pairs else {}), gpu)
+        yield f"benchmarks/results/steps_{gpu}.json: {len(measured_rows)} rows"
+        yield from map(with_reason, missed_steps(measured_rows))
 
 
 def with_reason(line: str) -> str:
-    """The line for a missed bound, with its reason."""
+    """Return the line for a missed bound, with its reason."""
     known = (reason for pattern, reason in REASONS.items() if re.search(pattern, line))
     return f"missed: {line}: {next(known, 'the reason is not known')}"
 
 
 def missed_steps(rows: list[dict]) -> list[str]:
-    """A line for each aim that a step with the kernels misses."""
+    """Return a line for each aim that a step with the kernels misses."""
     times = {row["way"]: row["step_s"] for row in rows}
     return [
         f"a step with the kernels: {times[rival] / times['kernels']:.2f} of {rival}, the aim is {aim}"

@@ -1,9 +1,9 @@
-"""What benchmarks/kernels.py compares: the kernels of notebook 12b and their rivals, at which sizes, and their work.
+"""The cases of benchmarks/kernels.py: the kernels of notebook 12b and their rivals, their sizes, and their work.
 
-Columns. ours; eager: the model's code; PyTorch: one operator of its own where it has one (linear_cross_entropy with
-default options, AdamW with fused=True, of a flat buffer and of all of a model's parameters); Liger: Liger-Kernel's,
-where it is installed. Work: the bytes that must move (each input read, each output written, once; gradients too), or
-the products' FLOPs.
+Columns. ours; eager: the model's code; PyTorch: its own single operator if there is one (linear_cross_entropy with
+default options, AdamW with fused=True, of a flat buffer and of all of a model's parameters); Liger: Liger-Kernel's, if
+it is installed. Work: the bytes that must move (each input read, each output written, once; gradients too), or the
+matmuls' FLOPs.
 """
 
 import importlib.util
@@ -27,7 +27,7 @@ from course_lib.kernels.fused_swiglu import swiglu as fused_swiglu
 from course_lib.kernels.matmul import matmul
 from course_lib.single_gpu.model import PRESETS, Transformer, apply_rope, loss, swiglu
 
-liger = torch.cuda.is_available() and importlib.util.find_spec("liger_kernel")  # it can't be interpreted
+liger = torch.cuda.is_available() and importlib.util.find_spec("liger_kernel")  # it cannot be interpreted
 if liger:
     from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
@@ -38,7 +38,7 @@ if liger:
 
 EPS = 1e-5
 HEAD = 128  # elements of an attention head
-SIZES = {  # rows and width of what is normed and so on; rows, hidden and vocabulary of the loss
+SIZES = {  # rows and width of tensors; rows, hidden and vocabulary of the loss
     "cuda": {
         "rows": [(65536, 4096), (16384, 1024), (16384, 2048), (16384, 16384)],
         "loss": [(4096, 1024, 32768), (8192, 4096, 131072)],
@@ -55,7 +55,7 @@ SIZES = {  # rows and width of what is normed and so on; rows, hidden and vocabu
 
 
 def row_cases(device: torch.device, rows: int, width: int) -> Iterator[Case]:
-    """Kernels that go over rows of `width` elements: softmax, RMSNorm, also with the residual sum, SwiGLU, ELU."""
+    """Yield kernels over rows of `width` elements: softmax, RMSNorm, also with the residual sum, SwiGLU, ELU."""
     size, tensor = f"{rows:,} x {width:,}", rows * width * DTYPES[device.type].itemsize
 
     def inputs(count: int, weight: bool = False):
@@ -89,8 +89,8 @@ def row_cases(device: torch.device, rows: int, width: int) -> Iterator[Case]:
 
 
 def rope_case(device: torch.device, rows: int, width: int) -> Case:
-    """Queries of `width` and keys of a quarter of it, as grouped-query attention has them. Liger-Kernel turns in place,
-    and wants the angles twice side by side, in the layout of Hugging Face.
+    """Return a case of queries of `width` and keys of a quarter of it, as in grouped-query attention. Liger-Kernel
+    rotates in place, and needs the angles twice in a row, in the layout of Hugging Face.
     """
     heads, groups = width // HEAD, max(1, width // HEAD // 4)
 
@@ -101,28 +101,30 @@ def rope_case(device: torch.device, rows: int, width: int) -> Case:
         x = [random(1, rows, count, HEAD, device=device) for count in (heads, groups)]
         return *x, cos, sin, *twice
 
-    def turn_liger(q, k, _cos, _sin, cos, sin):
-        turned = LigerRopeFunction.apply(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
-        return tuple(each.transpose(1, 2) for each in turned)
+    def rotate_liger(q, k, _cos, _sin, cos, sin):
+        rotated = LigerRopeFunction.apply(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+        return tuple(each.transpose(1, 2) for each in rotated)
 
     methods = {
         "ours": lambda q, k, cos, sin, *_: (rope(q, cos, sin), rope(k, cos, sin)),
         "eager": lambda q, k, cos, sin, *_: (apply_rope(q, cos, sin), apply_rope(k, cos, sin)),
     }
     if liger:
-        methods["Liger"] = turn_liger
+        methods["Liger"] = rotate_liger
     work = (2 * (heads + groups) + 1) * HEAD * rows * DTYPES[device.type].itemsize
     return Case("rope", f"{rows:,} x {width:,}", make, methods, {"forward": work, "backward": work})
 
 
 def add_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The normed sum, and the sum."""
+    """Return the normalized sum, and the sum."""
     total = x + residual
     return F.rms_norm(total, weight.shape, weight, EPS), total
 
 
 def loss_case(device: torch.device, rows: int, hidden: int, vocab: int) -> Case:
-    """The head and its loss. All products count: two FLOPs for each of rows x hidden x vocab, three times."""
+    """Return a case of the head and its loss. All matmuls count: two FLOPs for each of rows x hidden x vocab, three
+    times.
+    """
 
     def make():
         weight = random(vocab, hidden, device=device).detach().mul_(hidden**-0.5).requires_grad_()
@@ -144,8 +146,8 @@ def loss_case(device: torch.device, rows: int, hidden: int, vocab: int) -> Case:
 
 
 def adamw_case(device: torch.device, count: int) -> Case:
-    """A step on a flat buffer with gradients, and a copy of the weights, in the 16 bits of training."""
-    lr, betas, eps, decay = 0.1, (0.9, 0.95), 1e-8, 0.1  # lr so large that a step that was left out would be seen
+    """Return a case of a step on a flat buffer with gradients, and a copy of the weights, in 16 bits."""
+    lr, betas, eps, decay = 0.1, (0.9, 0.95), 1e-8, 0.1  # lr so large that a missing step would be noticed
 
     def make():
         master, m, v = (torch.rand(count, device=device) for _ in range(3))
@@ -179,8 +181,8 @@ def adamw_case(device: torch.device, count: int) -> Case:
         return master, m, v, weights
 
     def exact(master, gradient, m, v, step, weights):
-        found = eager(*(each.double() for each in (master, gradient, m, v)), step, weights)
-        return [each.float() for each in found]
+        results = eager(*(each.double() for each in (master, gradient, m, v)), step, weights)
+        return [each.float() for each in results]
 
     methods = {"ours": ours, "eager": eager, "PyTorch": fused}
     size = 24 + DTYPES[device.type].itemsize + 2  # master, m, v read and written; gradient; weights
@@ -188,7 +190,7 @@ def adamw_case(device: torch.device, count: int) -> Case:
 
 
 def model_adamw_case(device: torch.device, preset: str) -> Case:
-    """A step of all of a model's parameters, which are small and many, with gradients in float32: one launch."""
+    """Return a case of a step of all of a model's parameters, many and small, with gradients in float32: one launch."""
     with torch.device("meta"):
         sizes = [parameter.numel() for parameter in Transformer(PRESETS[preset]).parameters()]
     count, settings = sum(sizes), {"lr": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
@@ -219,7 +221,7 @@ def model_adamw_case(device: torch.device, preset: str) -> Case:
 
 
 def matmul_case(device: torch.device, side: int) -> Case:
-    """The tutorial's product of matrices, against cuBLAS."""
+    """Return a case of the tutorial's matmul, against cuBLAS."""
 
     def make():
         return tuple(random(side, side, device=device, needs_gradient=False) for _ in range(2))
@@ -228,7 +230,9 @@ def matmul_case(device: torch.device, side: int) -> Case:
 
 
 def ladder_case(device: torch.device, side: int) -> Case:
-    """Are notebook 12's four products in CUDA C++ right, in float32? (counters.py has what they move.)"""
+    """Return a case that checks notebook 12's four matmuls in CUDA C++, in float32. (counters.py measures their
+    traffic.)
+    """
 
     @cache
     def built():
@@ -246,7 +250,7 @@ def ladder_case(device: torch.device, side: int) -> Case:
 
 
 def cases(device: torch.device, which: str) -> Iterator[Case]:
-    """All kernels at all sizes; on a GPU also compiled: for a CPU the compiler writes other code, and takes long."""
+    """Yield all kernels at all sizes; on a GPU also compiled: on a CPU the compiler takes long."""
     for case in written_cases(device, SIZES[which]):
         if device.type == "cuda" and "eager" in case.methods:
             compiled = torch.compile(case.methods["eager"], dynamic=False)
@@ -255,7 +259,7 @@ def cases(device: torch.device, which: str) -> Iterator[Case]:
 
 
 def written_cases(device: torch.device, sizes: dict) -> Iterator[Case]:
-    """All kernels at all sizes, with the methods that somebody has written."""
+    """Yield all kernels at all sizes, with handwritten methods only."""
     for rows, width in sizes["rows"]:
         yield from row_cases(device, rows, width)
         yield rope_case(device, rows, width)

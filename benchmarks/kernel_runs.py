@@ -1,14 +1,14 @@
 """How kernels.py, attention.py and fp8.py measure: columns in alternation, correctness first, passes apart.
 
-A `Comparison` is a table, made of cases. A `Case` is one computation at one size, with a method for each column. All
-columns get the same inputs, and their results and gradients are compared with a reference, in a wider type, before
-anything is timed. gpu.py runs them.
+A `Comparison` is a table of cases. A `Case` is one computation at one size, with a method for each column. All columns
+get the same inputs, and their results and gradients are compared with a reference in a wider dtype before anything is
+timed. gpu.py runs them.
 
-A time is the median of 11 runs from a flushed and clean L2 (`timing`), the columns in alternation, after 3 that don't
-count. It is the device's: launching from Python, which takes longer than a small kernel, is hidden for all alike.
-Backward is timed alone, forward before it. A case's rival runs twice in each round: how far the two are apart is the
-noise. Rate: the case's work by a column's time; ours also as a share of this GPU's own copy, or product of matrices,
-measured just before. Peak memory is in MiB above the inputs.
+A time is the median of 11 runs from a flushed and clean L2 (`timing`), with the columns in alternation, after 3 runs
+that do not count. It is the device's time: launching from Python, which takes longer than a small kernel, is hidden for
+all columns. Backward is timed alone, after its forward. A case's rival runs twice in each repetition: the difference
+between the two is the noise. Rate: the case's work divided by a column's time; ours also as a share of this GPU's own
+copy or matmul, measured just before. Peak memory is in MiB above the inputs.
 """
 
 import statistics
@@ -21,8 +21,8 @@ from measure import peak_mib
 from course_lib.kernels.roofline import Roofline
 from course_lib.kernels.timing import flusher, time_once
 
-ROUNDS = {"cuda": 11, "cpu": 1}
-UNCOUNTED = {"cuda": 3, "cpu": 0}
+REPEATS = {"cuda": 11, "cpu": 1}
+WARMUP = {"cuda": 3, "cpu": 0}
 UNITS = {"GB/s": 1e9, "TFLOP/s": 1e12}
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 WIDER = {torch.bfloat16: torch.float32, torch.float32: torch.float64}
@@ -30,18 +30,18 @@ WIDER = {torch.bfloat16: torch.float32, torch.float32: torch.float64}
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel at one size. Methods, by column, take the inputs that `make` makes anew for each of them."""
+    """One kernel at one size. Methods, by column, take the inputs that `make` creates for each of them."""
 
     kernel: str
     size: str
-    make: Callable[[], tuple[torch.Tensor, ...]]  # those that require a gradient get one
+    make: Callable[[], tuple[torch.Tensor, ...]]  # tensors that require a gradient get one
     methods: dict[str, Callable]
     work: dict[str, float]  # of each pass, forward or backward: bytes to be moved, or FLOPs
     unit: str = "GB/s"
-    peak: bool = False  # whether its memory is measured too
+    peak: bool = False  # measure its memory, too
     rival: str = "eager"  # the column that must run, and runs twice
     exact: Callable[..., list[torch.Tensor]] | None = None  # results and gradients; None: the rival's in a wider type
-    about: dict = field(default_factory=dict)  # what else its rows say
+    about: dict = field(default_factory=dict)  # more keys of its rows
 
 
 @dataclass(frozen=True)
@@ -49,27 +49,25 @@ class Comparison:
     """A table."""
 
     columns: tuple[str, ...]  # a case may have fewer
-    cases: Callable[[torch.device, str], Iterator[Case]]  # at these of their SIZES: cuda, cpu, or small on a GPU
-    tolerance: dict[str, float]  # by device: how far our results may be off, as a share of their norm
-    own: tuple[str, ...] = ("ours",)  # the columns that this holds for
+    cases: Callable[[torch.device, str], Iterator[Case]]  # the str: a key of SIZES, cuda, cpu, or small on a GPU
+    tolerance: dict[str, float]  # by device: the largest error of our results, relative to their norm
+    ours: tuple[str, ...] = ("ours",)  # the columns that must meet it
 
 
 def random(*shape: int, device: torch.device, needs_gradient: bool = True) -> torch.Tensor:
-    """Normal numbers of the dtype that is trained in on the device."""
+    """Return normal numbers in the device's training dtype."""
     return torch.randn(shape, device=device, dtype=DTYPES[device.type]).requires_grad_(needs_gradient)
 
 
 def widened(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """The same numbers in the next wider type, for a reference."""
+    """Return the same numbers in the next wider dtype, for a reference."""
     return tuple(
         each.detach().to(WIDER.get(each.dtype, each.dtype)).requires_grad_(each.requires_grad) for each in tensors
     )
 
 
 def draw_gradients(outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """The outputs' gradients: the same numbers at the same places for all methods, however their outputs lie, and in
-    whatever type they are.
-    """
+    """Return gradients of the outputs: the same values for all methods, in any layout and dtype."""
     torch.manual_seed(1)
     return tuple(random(*each.shape, device=each.device, needs_gradient=False).to(each.dtype) for each in outputs)
 
@@ -85,21 +83,21 @@ class Method:
         self.gradients: tuple[torch.Tensor, ...] = ()
 
     def forward(self) -> None:
-        found = self.method(*self.inputs)
-        self.outputs = found if isinstance(found, tuple) else (found,)
+        outputs = self.method(*self.inputs)
+        self.outputs = outputs if isinstance(outputs, tuple) else (outputs,)
 
     def prepare(self) -> None:
-        """What comes before a backward."""
+        """Run forward, as preparation for a backward."""
         self.forward()
         self.gradients = draw_gradients(self.outputs) if self.wanted else ()
 
     def backward(self) -> tuple[torch.Tensor, ...]:
-        found = torch.autograd.grad(self.outputs, self.wanted, self.gradients)
+        gradients = torch.autograd.grad(self.outputs, self.wanted, self.gradients)
         self.release()
-        return found
+        return gradients
 
     def draw(self) -> None:
-        """What comes before a forward with its backward: the outputs' gradients, and no outputs of the one before."""
+        """Draw the outputs' gradients, without keeping outputs, as preparation for a forward with its backward."""
         self.prepare()
         self.outputs = ()
 
@@ -111,56 +109,60 @@ class Method:
         self.outputs = self.gradients = ()
 
     def passes(self, name: str) -> tuple[Callable, Callable]:
-        """What is timed, and what comes before it. A forward starts without the outputs of the one before."""
+        """Return the function to time, and the one to run before it. A forward starts without the outputs of the
+        previous one.
+        """
         if name == "backward":
             return self.backward, self.prepare
         return (self.both, self.draw) if name == "forward and backward" else (self.forward, self.release)
 
     def results(self) -> list[torch.Tensor]:
-        """Outputs and gradients, in float32."""
+        """Return outputs and gradients, in float32."""
         self.prepare()
         outputs = [output.detach().float() for output in self.outputs]
         return outputs + [gradient.float() for gradient in self.backward()] if self.wanted else outputs
 
 
 def reference(case: Case) -> list[torch.Tensor]:
-    """What all columns are compared with."""
+    """Return the results with which all columns are compared."""
     if case.exact:
         return case.exact(*Method(None, case.make).inputs)
     return Method(case.methods[case.rival], lambda: widened(case.make())).results()
 
 
 def working(case: Case, device: torch.device, comparison: Comparison) -> tuple[dict[str, Method], dict[str, float]]:
-    """The methods that have room on the device, each with inputs of its own; and how far the results and gradients of
-    each are from the reference, as a share of their norm, at worst. Raises ValueError where our own are off by more
-    than the comparison's tolerance.
+    """Return the methods that fit on the device, each with its own inputs; and the largest error of the results and
+    gradients of each, relative to the norm of the reference. Raises ValueError if an error of ours exceeds the
+    comparison's tolerance.
     """
     if device.type == "cuda":
-        torch._dynamo.reset()  # it gives up on a function after eight sizes
+        torch._dynamo.reset()  # it stops compiling a function after eight sizes
     expected = reference(case)
-    found, errors = {}, {}
+    methods, errors = {}, {}
     for column in (name for name in comparison.columns if name in case.methods):
         try:
             pairs = zip(Method(case.methods[column], case.make).results(), expected, strict=True)
             errors[column] = max(((mine - theirs).norm() / theirs.norm()).item() for mine, theirs in pairs)
-            found[column] = Method(case.methods[column], case.make)
+            methods[column] = Method(case.methods[column], case.make)
         except Exception as error:
             if column in ("ours", case.rival) and not isinstance(error, torch.OutOfMemoryError):
                 raise
             reason = str(error).partition("\n")[0].partition(". ")[0]
             print(f"{case.kernel} {case.size}, {column}: {reason}")  # its column stays empty
-    for column in comparison.own:
+    for column in comparison.ours:
         if column in errors and not errors[column] <= comparison.tolerance[device.type]:
             raise ValueError(f"{case.kernel} {case.size}, {column}: our results are off by {errors[column]:.2%}")
-    return found, errors
+    return methods, errors
 
 
 def timed(methods: dict[str, Method], name: str, device: torch.device, rival: str) -> dict[str, list[float]]:
-    """Seconds of each round of one pass, by column, in alternation; "again" is the rival a second time."""
+    """Return the seconds of each repetition of one pass, by column, measured in alternation; "again" is the rival a
+    second time.
+    """
     flush = flusher(device)
-    found: dict[str, list[float]] = {column: [] for column in (*methods, "again")}
-    for _ in range(UNCOUNTED[device.type] + ROUNDS[device.type]):
-        for column, seconds in tuple(found.items()):
+    times: dict[str, list[float]] = {column: [] for column in (*methods, "again")}
+    for _ in range(WARMUP[device.type] + REPEATS[device.type]):
+        for column, seconds in tuple(times.items()):
             method = methods[rival if column == "again" else column]
             run, before = method.passes(name)
 
@@ -174,13 +176,15 @@ def timed(methods: dict[str, Method], name: str, device: torch.device, rival: st
                 if column in ("ours", rival, "again"):
                     raise
                 print(f"{column}: no memory is left for its {name}")  # its column stays empty
-                del found[column]
-            method.release()  # what one column keeps for its backward is not to take the room of another
-    return {column: seconds[UNCOUNTED[device.type] :] for column, seconds in found.items()}
+                del times[column]
+            method.release()  # memory that one column keeps for backward must not limit another
+    return {column: seconds[WARMUP[device.type] :] for column, seconds in times.items()}
 
 
 def compared(seconds: dict[str, list[float]], rival: str) -> dict:
-    """Medians of the columns, of ours by each other's in the same round, and how far the rival is from itself."""
+    """Return the columns' medians, the median ratio of ours to each other column in the same repetition, and the
+    rival's deviation from itself.
+    """
     ratios = {
         column: statistics.median(mine / theirs for mine, theirs in zip(seconds["ours"], each, strict=True))
         for column, each in seconds.items()
@@ -192,7 +196,7 @@ def compared(seconds: dict[str, list[float]], rival: str) -> dict:
 
 
 def measure(case: Case, device: torch.device, ceilings: Roofline, comparison: Comparison) -> Iterator[dict]:
-    """A row for each pass, and for the memory where that is asked for."""
+    """Yield a row for each pass, and for peak memory if the case asks for it."""
     methods, errors = working(case, device, comparison)
     about = {"kernel": case.kernel, "size": case.size} | case.about
     ceiling = ceilings.bytes_per_s if case.unit == "GB/s" else ceilings.peak_flops

@@ -1,4 +1,4 @@
-"""What the comparisons of this folder share: runs in alternation, peak memory, and where they ran."""
+"""Helpers that the comparisons of this folder share: runs in alternation, peak memory, and the machine."""
 
 import datetime
 import json
@@ -15,14 +15,15 @@ PAIRS = 9
 
 
 def seconds(run) -> float:
-    """Wall-clock seconds of one run."""
+    """Return the wall-clock seconds of one run."""
     start = time.perf_counter()
     run()
     return time.perf_counter() - start
 
 
 def paired(run, rival, before=lambda: None, pairs: int = PAIRS) -> dict[str, float]:
-    """Median times of both, and the median and spread of their ratio, from `pairs` runs in alternation after two.
+    """Return the median times of both, and the median and spread of their ratio, from `pairs` runs in alternation after
+    two.
 
     `before` is called before each run and is not timed.
     """
@@ -45,7 +46,9 @@ def paired(run, rival, before=lambda: None, pairs: int = PAIRS) -> dict[str, flo
 
 
 def peak_mib(run) -> float:
-    """MiB at the peak above what was there before: CUDA's allocator, or the profiler's memory events on a CPU."""
+    """Return the MiB at the peak above those allocated before: from CUDA's allocator, or the profiler's memory events
+    on a CPU.
+    """
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -57,7 +60,7 @@ def peak_mib(run) -> float:
 
 
 def processor() -> str:
-    """The model and number of this machine's processors."""
+    """Return the model and number of this machine's processors."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
@@ -65,12 +68,12 @@ def processor() -> str:
 
 
 def gpu_word(name: str | None = None) -> str:
-    """A GPU's name, this one's by default, as a part of a file's."""
+    """Return a GPU's name, this machine's by default, as part of a file name."""
     return re.sub(r"[^a-z0-9]+", "_", (name or torch.cuda.get_device_name()).lower().removeprefix("nvidia "))
 
 
 def save(name: str, figures: dict, where: str | None = None) -> str:
-    """Write results/NAME_WHERE.json (where: cuda or cpu if None) with the date and the machine; returns the text."""
+    """Write results/NAME_WHERE.json (where: cuda or cpu if None) with the date and the machine; return the text."""
     gpu = torch.cuda.is_available()
     about = {
         "date": datetime.date.today().isoformat(),

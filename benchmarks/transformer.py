@@ -14,7 +14,7 @@ from course_lib.single_gpu.model import PRESETS, Transformer, loss
 
 
 def step(module: torch.nn.Module, forward) -> None:
-    """One forward and backward, until the device has finished it."""
+    """Run one forward and backward, until the device has finished."""
     module.zero_grad()
     forward().backward()
     if torch.cuda.is_available():
@@ -22,7 +22,7 @@ def step(module: torch.nn.Module, forward) -> None:
 
 
 def main() -> None:
-    """Measure on this machine's device, print the figures and write them down."""
+    """Measure on this machine's device, print the figures and write them."""
     gpu = torch.cuda.is_available()
     device, preset, batch, seq = (
         (torch.device("cuda"), "llama3.2-1B", 2, 4096) if gpu else (torch.device("cpu"), "small", 4, 128)

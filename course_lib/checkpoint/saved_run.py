@@ -26,7 +26,7 @@ UNPROVEN = ".unproven"  # suffix of a checkpoint that no finite step has followe
 
 
 def readable(name: str, value: Any) -> Any:
-    """Return a setting of a run for a message. That of its text is a number of tokens and a checksum."""
+    """Format a setting of a run for a message: the setting "text" as its number of tokens and its checksum."""
     return f"{value[0]:,} tokens (checksum {value[1]})" if name == "text" and value else value
 
 

@@ -15,6 +15,9 @@ def all_gather_into_tensor(output: torch.Tensor, input: torch.Tensor, group=None
 
 
 def reduce_scatter_tensor(output: torch.Tensor, input: torch.Tensor, group=None, async_op: bool = False):
-    """Write the sum over the ranks of this rank's shard of `input` [N·k, ...] to `output` [k, ...]; else as above."""
+    """Sum `input` [N·k, ...] over the ranks, and write this rank's shard of the sum to `output` [k, ...].
+
+    Return a work if async_op.
+    """
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return scatter(output, input, group=group, async_op=async_op)

@@ -6,8 +6,9 @@
     FLASH_BLOCK                               forward, backward with lse: ring_attention(…, attention=FLASH_BLOCK)
     use_flash_attention(model)                every layer of a `Transformer` computes with it
 
-Kept for backward: q, k, v, out and one number a query and head; with e bytes an element (2 s a + 2 s' kv) d e + 4 s a a
-sequence, where a stored softmax needs s s' a e more. Kernels: `forward`, `one_pass`, `backward`, `hopper`.
+Kept for backward: q, k, v, out and one number per query and head; with e bytes per element,
+(2 s a + 2 s' kv) d e + 4 s a bytes per sequence, where a stored softmax needs s s' a e more. Kernels: `forward`,
+`one_pass`, `backward`, `hopper`.
 Dao et al. 2022; Dao 2023.
 """
 
@@ -34,9 +35,10 @@ from course_lib.single_gpu.model import Transformer, need_transformer
 from course_lib.tensor_parallel.linear import as_autocast
 
 MOST_PROGRAMS = 65535  # along the second and the third axis of a grid: heads, and sequences
-LARGEST_HEAD = 128  # elements; more than that, with its gradients, does not fit the registers
+Launch = Callable[..., tuple[torch.Tensor, ...]]
+LARGEST_HEAD = 128  # elements; a larger head, with its gradients, does not fit in registers
 FLASH_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-FASTEST: dict[tuple, Callable] = {}  # by what was asked, the way that was fastest in this process
+FASTEST: dict[tuple, Launch] = {}  # by key of `fastest`: the launch that was fastest in this process
 
 
 def launch_hopper(q, k, v, cu_seqlens, longest, causal, scale) -> tuple[torch.Tensor, torch.Tensor]:
@@ -44,22 +46,25 @@ def launch_hopper(q, k, v, cu_seqlens, longest, causal, scale) -> tuple[torch.Te
     return hopper_attention(q, k, v, causal, scale)
 
 
-def fastest(ways: tuple[Callable, ...], q: torch.Tensor, longest: int, causal: bool, given: tuple) -> Callable:
-    """The fastest of these ways to compute the same on this GPU: measured once for a type, a head size, a class of
-    lengths and a mask. One that fails, or gives other numbers than the first, is left out with a warning.
+def fastest(launches: tuple[Launch, ...], q: torch.Tensor, longest: int, causal: bool, args: tuple) -> Launch:
+    """Return the fastest of these launches, which compute the same, on this GPU: measured once for each dtype, head
+    size, class of lengths and mask. A launch that fails, or whose result differs from that of the first, is left out
+    with a warning.
     """
-    key = *ways, q.device, q.dtype, q.shape[3], causal, length_class(longest)
+    key = *launches, q.device, q.dtype, q.shape[3], causal, length_class(longest)
     if key not in FASTEST:
-        wanted, times = ways[0](*given), {}
-        for way in ways:
+        expected = launches[0](*args)
+        times: dict[Launch, float] = {}
+        for launch in launches:
             try:
-                for mine, right in zip(way(*given), wanted, strict=True):
-                    largest = right.abs().nan_to_num(posinf=0).max().item() if right.numel() else 0.0
-                    torch.testing.assert_close(mine, right, rtol=0.02, atol=0.02 * largest, equal_nan=True)
-                times[way] = triton.testing.do_bench(functools.partial(way, *given), warmup=5, rep=20)
-            except Exception as error:  # of the compiler, or of a launch, as well
-                warnings.warn(f"{way.__name__} is not used: {str(error).strip().splitlines()[0]}", stacklevel=2)
-        FASTEST[key] = min(times, key=lambda way: times[way])
+                for result, wanted in zip(launch(*args), expected, strict=True):
+                    largest = wanted.abs().nan_to_num(posinf=0).max().item() if wanted.numel() else 0.0
+                    torch.testing.assert_close(result, wanted, rtol=0.02, atol=0.02 * largest, equal_nan=True)
+                times[launch] = triton.testing.do_bench(functools.partial(launch, *args), warmup=5, rep=20)
+            except Exception as error:  # also of the compiler, or of the launch
+                name = getattr(launch, "__name__", launch)
+                warnings.warn(f"{name} is not used: {str(error).strip().splitlines()[0]}", stacklevel=2)
+        FASTEST[key] = min(times, key=lambda launch: times[launch])
     return FASTEST[key]
 
 
@@ -68,12 +73,14 @@ def flash_operator(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None, longest: int,
     causal: bool, scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """out [b, s, a, d] in q's type and lse [b, a, s] in float32, both contiguous; lse has no gradient."""
+    """Return out [b, s, a, d] in q's dtype and lse [b, a, s] in float32, both contiguous; lse has no gradient."""
     q, k, v = (contiguous_rows(x) for x in (q, k, v))
-    given, launch = (q, k, v, cu_seqlens, longest, causal, scale), launch_forward
+    args = (q, k, v, cu_seqlens, longest, causal, scale)
+    launch: Launch = launch_forward
     if cu_seqlens is None and not torch.are_deterministic_algorithms_enabled() and suits_hopper(q, k, v):
-        launch = fastest((launch_forward, launch_hopper), q, longest, causal, given)
-    return launch(*given)
+        launch = fastest((launch_forward, launch_hopper), q, longest, causal, args)
+    out, lse = launch(*args)
+    return out, lse
 
 
 @torch.library.custom_op("course::flash_attention_backward", mutates_args=())
@@ -81,13 +88,15 @@ def flash_backward_operator(
     out_grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     cu_seqlens: torch.Tensor | None, longest: int, causal: bool, scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Gradients of q, k, v, contiguous; in the same bits each time where torch.use_deterministic_algorithms is on."""
+    """Return gradients of q, k, v, contiguous; the same bits each time if torch.use_deterministic_algorithms is on."""
     q, k, v = (contiguous_rows(x) for x in (q, k, v))
-    given, launch = (out_grad, q, k, v, out, lse, cu_seqlens, longest, causal, scale), launch_backward
+    args = (out_grad, q, k, v, out, lse, cu_seqlens, longest, causal, scale)
+    launch: Launch = launch_backward
     if q.itemsize == 2 and not torch.are_deterministic_algorithms_enabled():
-        ways = launch_one_pass, launch_backward
-        launch = fastest(ways, q, longest, causal, given) if q.is_cuda else ways[0]
-    return launch(*given)
+        launches = launch_one_pass, launch_backward
+        launch = fastest(launches, q, longest, causal, args) if q.is_cuda else launch_one_pass
+    q_grad, k_grad, v_grad = launch(*args)
+    return q_grad, k_grad, v_grad
 
 
 @flash_operator.register_fake
@@ -100,24 +109,24 @@ def _(out_grad, q, k, v, out, lse, cu_seqlens, longest, causal, scale):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def keep_attention(ctx, inputs, output) -> None:
-    """Save what backward needs: no scores, one number per row."""
+def save_attention(ctx, inputs, output) -> None:
+    """Save the tensors that backward needs: no scores, one number per row."""
     q, k, v, cu_seqlens, *ctx.settings = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(q, k, v, *output, cu_seqlens)
 
 
 def attention_gradient(ctx, out_grad: torch.Tensor, _) -> tuple:
-    """Gradients of q, k and v."""
+    """Return the gradients of q, k and v."""
     gradients = flash_backward_operator(out_grad, *ctx.saved_tensors, *ctx.settings)
     return *gradients, None, None, None, None
 
 
-flash_operator.register_autograd(attention_gradient, setup_context=keep_attention)
+flash_operator.register_autograd(attention_gradient, setup_context=save_attention)
 
 
 def check_for_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None) -> float:
-    """The scale, 1 / sqrt(d) where it is None. Raises ValueError for what the kernels can't take."""
+    """Return the scale, 1 / sqrt(d) if it is None. Raises ValueError for inputs that the kernels do not support."""
     check_attention(q, k, v, scale)
     if q.dtype not in FLASH_DTYPES or q.shape[-1] > LARGEST_HEAD:
         raise ValueError(
@@ -132,12 +141,12 @@ def check_for_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: f
 def flash_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = True, scale: float | None = None
 ) -> torch.Tensor:
-    """softmax(scale q k^T) v, [b, s, a, d]. q: [b, s, a, d]; k, v: [b, s', kv, d], where kv divides a: query head i
-    uses head i // (a / kv) of k and v.
+    """Return softmax(scale q k^T) v, [b, s, a, d]. q: [b, s, a, d]; k, v: [b, s', kv, d], where kv divides a: query
+    head i uses head i // (a / kv) of k and v.
 
-    causal: query i sees keys 0 … i. scale: 1 / sqrt(d) where None. Sums are float32; a float32 product is not cut to
-    TF32. Under autocast in its type. A query without keys gets 0. Raises ValueError for shapes, types, devices or a
-    scale that do not fit; for the gradient of a gradient PyTorch raises an error.
+    causal: query i sees keys 0 … i. scale: 1 / sqrt(d) if None. Sums are float32; float32 matmuls do not use TF32.
+    Under autocast the result has its dtype. A query without keys gets 0. Raises ValueError for shapes, dtypes, devices
+    or a scale that do not fit; for second derivatives PyTorch raises an error.
     """
     q, k, v = as_autocast(q, k, v)
     scale = check_for_kernel(q, k, v, scale)
@@ -182,8 +191,8 @@ FLASH_BLOCK = AttentionBlock(flash_block_forward, flash_block_backward)
 
 
 def check_lengths(q: torch.Tensor, cu_seqlens: torch.Tensor, longest: int) -> None:
-    """Raises ValueError where cu_seqlens can't cut q's packed row. Its values are not read: the host would wait for a
-    GPU's.
+    """Raise ValueError if cu_seqlens cannot divide q's packed row. Its values are not read: the host would wait for the
+    GPU.
     """
     rows = q.shape[0]
     if cu_seqlens.ndim != 1 or not 2 <= cu_seqlens.numel() <= MOST_PROGRAMS + 1 or cu_seqlens.dtype != torch.int32:
@@ -206,12 +215,13 @@ def flash_attention_varlen(
     causal: bool = True,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Compute flash_attention for sequences packed into one row, each by itself: [t, a, d] for q [t, a, d] and k, v
+    """Compute flash_attention within each of the sequences packed into one row: [t, a, d] for q [t, a, d] and k, v
     [t, kv, d].
 
-    cu_seqlens: int32 [sequences + 1], on q's device: 0, then the end of each sequence, the last one t. max_seqlen: of
-    the longest one, known on the host. A larger value costs some programs that end at once; with a smaller one, rows
-    beyond it are not written, and this is not checked. As flash_attn_varlen_func (Dao 2023) takes them.
+    cu_seqlens: int32 [sequences + 1], on q's device: 0, then the end of each sequence, the last one t. max_seqlen: the
+    length of the longest sequence, known on the host. A larger value costs some programs that end immediately; with a
+    smaller one, rows beyond it are not written, and this is not checked. The arguments are those of
+    flash_attn_varlen_func (Dao 2023).
     """
     if q.ndim != 3 or k.ndim != 3 or v.ndim != 3 or k.shape[0] != q.shape[0]:
         raise ValueError(
@@ -221,31 +231,32 @@ def flash_attention_varlen(
     q, k, v = (x[None] for x in as_autocast(q, k, v))
     scale = check_for_kernel(q, k, v, scale)
     out, _ = flash_operator(q, k, v, cu_seqlens.contiguous(), max_seqlen, causal, scale)
-    return out.squeeze(0)  # of out[0] autograd would copy the gradient
+    return out.squeeze(0)  # with out[0], autograd would copy the gradient
 
 
 def lengths_to_cu_seqlens(lengths: list[int], device: torch.device | None = None) -> tuple[torch.Tensor, int]:
-    """cu_seqlens and max_seqlen of sequences of these lengths, packed in this order."""
+    """Return cu_seqlens and max_seqlen of sequences of these lengths, packed in this order."""
     ends = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
     return ends.to(device), max(lengths)
 
 
-def packed_attention(cu_seqlens: torch.Tensor, max_seqlen: int):
-    """An attention for `Attention.core` and rows [1, t, ...] that are packed so: no document sees another.
+def packed_attention(cu_seqlens: torch.Tensor, max_seqlen: int) -> Callable[..., torch.Tensor]:
+    """Return a function for `Attention.core` that attends within the documents packed into a row [1, t, ...].
 
-    It raises ValueError for a batch of more than one row.
+    The function raises ValueError for a batch of more than one row.
     """
 
     def attend_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         if q.shape[0] != 1:
             raise ValueError(f"q is {list(q.shape)}: expected one packed row, [1, t, a, d]")
-        return flash_attention_varlen(q[0], k[0], v[0], cu_seqlens, max_seqlen)[None]
+        q, k, v = q.squeeze(0), k.squeeze(0), v.squeeze(0)  # with q[0], autograd would copy the gradient
+        return flash_attention_varlen(q, k, v, cu_seqlens, max_seqlen)[None]
 
     return attend_packed
 
 
 def options(argv: list[str] | None = None) -> argparse.Namespace:
-    """The program's options. Touches nothing; an unknown or impossible one ends the program with status 2."""
+    """Parse the program's options. Exits with status 2 for an unknown or impossible option."""
     parser = single_gpu.training_parser(
         "flash_attention", "Train with FlashAttention; without a GPU its kernels are interpreted."
     )
@@ -253,11 +264,11 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
         "--attention",
         default="flash",
         choices=list(ATTENTIONS),
-        help="by kernels, in tiles of PyTorch, or PyTorch's own",
+        help="Triton kernels, tiles in PyTorch, or PyTorch's own attention",
     )
     if torch.cuda.is_available():
         parser.set_defaults(preset="SmolLM-135M", batch=4, seq=4096)
-    else:  # the interpreter takes milliseconds a tile
+    else:  # the interpreter takes milliseconds per tile
         parser.set_defaults(preset="debug", steps=3, batch=2, seq=64)
     return single_gpu.parse(parser, argv)
 

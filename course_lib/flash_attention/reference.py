@@ -2,30 +2,30 @@
 
     z = scale q k^T        p = softmax(z)        out = p v        lse = log sum_j exp(z_j)
 
-Standard attention writes z and p to memory: b a s s' numbers each. Here a tile of z is made, used and dropped.
+Standard attention writes z and p to memory: b a s s' elements each. Here a tile of z is computed, used and freed.
 
-Forward, for each block of queries, with the keys going by a block at a time (online softmax). Three things are carried
-a row: m, the highest score so far; l, the sum of exp(z - m); o, the sum of exp(z - m) v. A tile with a higher score
-puts m' in m's place, and what was summed is rescaled:
+Forward processes, for each block of queries, the keys one block at a time (online softmax). Each row has three running
+values: m, the highest score so far; l, the sum of exp(z - m); o, the sum of exp(z - m) v. A tile with a higher score
+replaces m by m', and the sums are rescaled:
 
     m' = max(m, max_j z_j)    l' = l e^(m - m') + sum_j e^(z_j - m')    o' = o e^(m - m') + sum_j e^(z_j - m') v_j
 
-At the end out = o / l, one division a row, and lse = m + log l, the one number a row that is kept for backward.
+At the end out = o / l, one division per row, and lse = m + log l, the one number per row that is kept for backward.
 
-Backward computes the tile again, p = exp(z - lse), which needs neither m nor l. The softmax's gradient wants for each
-row sum_j p_j dp_j, over all keys; with dp = dout v^T that is the row sum of dout * out, known before any tile (delta):
+Backward recomputes the tile, p = exp(z - lse), which needs neither m nor l. The gradient of softmax needs for each row
+sum_j p_j dp_j, over all keys; with dp = dout v^T this is the row sum of dout * out, known before any tile (delta):
 
     dv = p^T dout     dp = dout v^T     ds = p (dp - delta)     dq = scale ds k     dk = scale ds^T q
 
-Five products where forward has two. Kept: q, k, v, out and lse, so memory grows with s, not with s s'. One pass over
-the tiles in the order of forward: dq is finished a row of tiles at a time, dk and dv grow in float32. (Programs
-that run side by side cannot all add to one dk: a kernel walks down a column of tiles for dk and dv.)
+Five matmuls where forward has two. Kept: q, k, v, out and lse, so memory grows with s, not with s s'. One pass over the
+tiles in the order of forward: dq is finished one row of tiles at a time, dk and dv accumulate in float32. (Programs
+that run concurrently cannot all add to one dk: for dk and dv, a kernel loops down a column of tiles.)
 
-GQA: the a / kv query heads that share a key head are folded into the rows of its tile. So one product serves the group,
-k and v are never repeated, and the sum of dk and dv over the group is that of the product.
+GQA: the a / kv query heads that share a key head are folded into the rows of its tile. So one matmul serves the group,
+k and v are never repeated, and the matmul sums dk and dv over the group.
 
-As on tensor cores, p and ds are rounded to the inputs' dtype before their products, which are summed in float32;
-float64 stays float64 throughout.
+As on tensor cores, p and ds are rounded to the inputs' dtype before their matmuls, which sum in float32; float64 stays
+float64 throughout.
 
 Milakov and Gimelshein 2018 (online softmax); Dao et al. 2022 (FlashAttention: algorithm 1, appendix B.2 for backward);
 Dao 2023 (FlashAttention-2, §3.1: the division at the end, and lse in place of m and l).
@@ -45,23 +45,23 @@ ATTENTION_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None = None) -> None:
-    """Raises ValueError, in one line, unless q is [b, s, a, d] and k and v are [b, s', kv, d] of one dtype and device,
+    """Raise ValueError, in one line, unless q is [b, s, a, d] and k and v are [b, s', kv, d] of one dtype and device,
     kv divides a, and scale is a positive finite number or None.
     """
-    named = {"q": q, "k": k, "v": v}
-    shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in named.items())
-    if any(x.dim() != 4 for x in named.values()):
+    tensors = {"q": q, "k": k, "v": v}
+    shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in tensors.items())
+    if any(x.dim() != 4 for x in tensors.values()):
         raise ValueError(f"{shapes}: expected four dimensions each, [batch, tokens, heads, head_dim]")
-    if len({x.dtype for x in named.values()}) > 1 or q.dtype not in ATTENTION_DTYPES:
-        types = ", ".join(f"{name} {x.dtype}" for name, x in named.items())
+    if len({x.dtype for x in tensors.values()}) > 1 or q.dtype not in ATTENTION_DTYPES:
+        types = ", ".join(f"{name} {x.dtype}" for name, x in tensors.items())
         raise ValueError(f"{types}: expected one dtype, float64, float32, bfloat16 or float16")
-    if len({x.device for x in named.values()}) > 1:
-        raise ValueError(", ".join(f"{name} on {x.device}" for name, x in named.items()) + ": expected one device")
-    if len({x.shape[0] for x in named.values()}) > 1:
+    if len({x.device for x in tensors.values()}) > 1:
+        raise ValueError(", ".join(f"{name} on {x.device}" for name, x in tensors.items()) + ": expected one device")
+    if len({x.shape[0] for x in tensors.values()}) > 1:
         raise ValueError(f"{shapes}: the batches differ")
     if k.shape[1] != v.shape[1]:
         raise ValueError(f"{shapes}: k has {k.shape[1]} tokens and v {v.shape[1]}")
-    if len({x.shape[3] for x in named.values()}) > 1 or q.shape[3] == 0:
+    if len({x.shape[3] for x in tensors.values()}) > 1 or q.shape[3] == 0:
         raise ValueError(f"{shapes}: expected one head_dim, of 1 or more")
     heads, kv_heads = q.shape[2], k.shape[2]
     if v.shape[2] != kv_heads or kv_heads == 0 or heads == 0 or heads % kv_heads:
@@ -72,7 +72,7 @@ def check_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: fl
 
 
 def scale_or_default(scale: float | None, head_dim: int) -> float:
-    """scale, or 1 / sqrt(head_dim) where it is None."""
+    """Return scale, or 1 / sqrt(head_dim) if it is None."""
     return 1 / math.sqrt(head_dim) if scale is None else scale
 
 
@@ -82,13 +82,15 @@ def wide_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 def rounded_matmul(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """x @ y as a tensor core has it: x rounded to the dtype of y, then products exact and summed in wide_dtype(y)."""
+    """Return x @ y as on a tensor core: x rounded to the dtype of y, then exact products summed in wide_dtype(y)."""
     wide = wide_dtype(y)
     return x.to(y.dtype).to(wide) @ y.to(wide)
 
 
 def fold_heads(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """[b, n, a, d] as [b, kv, a/kv * n, d]: the rows of each key head, query head by query head. k and v: a = kv."""
+    """Return [b, n, a, d] as [b, kv, a/kv * n, d]: the rows of each key head, ordered by query head. For k and v, a =
+    kv.
+    """
     b, n, heads, d = x.shape
     return x.transpose(1, 2).reshape(b, kv_heads, heads // kv_heads * n, d)
 
@@ -119,10 +121,10 @@ def online_step(
 
 
 def tile_scores(q_tile: torch.Tensor, k_tile: torch.Tensor, tile: Tile, scale: float, causal: bool) -> torch.Tensor:
-    """scale q k^T of one tile, in float32 or more, -inf where a query does not see a key.
+    """Return scale q k^T of one tile, in float32 or more, -inf where a query does not see a key.
 
-    q_tile: [b, kv, a/kv * rows of the tile, d], as fold_heads; k_tile: [b, kv, columns of the tile, d]. Only partial
-    tiles are masked, and only at the diagonal: a block that is cut at the end of the keys has no columns past it.
+    q_tile: [b, kv, a/kv * rows of the tile, d], from fold_heads; k_tile: [b, kv, columns of the tile, d]. Only partial
+    tiles are masked, and only at the diagonal: the last block of keys ends where the keys end.
     """
     z = rounded_matmul(q_tile, k_tile.mT) * scale
     if not causal or tile.kind == "full":
@@ -170,9 +172,9 @@ def tiled_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return the gradients of q, k and v, in their shapes and dtypes. gradient, out: [b, s, a, d]; lse: [b, s, a].
 
-    out and lse may be those of more keys than these, as in a ring: then these keys' part of dq is what comes back.
-    scale None: 1 / sqrt(d). Products are those of `rounded_matmul`; sums, delta among them, are in `wide_dtype(q)`.
-    Makes no tensor of more elements than q, k or a tile of scores has.
+    out and lse may cover more keys than k, as in ring attention; the returned dq is then the contribution of these keys
+    alone. scale None: 1 / sqrt(d). Matmuls use `rounded_matmul`; sums, including delta, are in `wide_dtype(q)`. No
+    tensor has more elements than q, k or a tile of scores.
     """
     (s_q, heads, d), (s_k, kv_heads) = q.shape[1:], k.shape[1:3]
     scale = scale_or_default(scale, d)
@@ -203,11 +205,11 @@ def flash_attention_reference(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = True, scale: float | None = None,
     block_q: int = 64, block_k: int = 64,
 ) -> torch.Tensor:  # fmt: skip
-    """softmax(scale q k^T) v: [b, s, a, d], with gradients. q: [b, s, a, d]; k, v: [b, s', kv, d], where kv divides a.
+    """Return softmax(scale q k^T) v: [b, s, a, d], with gradients. q: [b, s, a, d]; k, v: [b, s', kv, d], kv divides a.
 
-    Causal: query i sees keys 0..i. scale None: 1 / sqrt(d). Keeps q, k, v, out and lse for backward, and no scores.
-    Under autocast in its type, as PyTorch's own.
-    Raises ValueError as check_attention and check_blocks; for gradients of gradients, RuntimeError.
+    causal: query i sees keys 0..i. scale: 1 / sqrt(d) if None. Keeps q, k, v, out and lse for backward, and no scores.
+    Under autocast the result has its dtype, as PyTorch's own. Raises ValueError as check_attention and check_blocks do;
+    RuntimeError for second derivatives.
     """
     q, k, v = as_autocast(q, k, v)
     check_attention(q, k, v, scale)

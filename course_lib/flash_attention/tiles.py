@@ -53,7 +53,7 @@ def key_bounds(first_row: int, block_q: int, block_k: int, s_q: int, s_k: int, c
 
 
 def row_of_tiles(first_row: int, s_q: int, s_k: int, block_q: int, block_k: int, causal: bool) -> list[Tile]:
-    """The tiles of the queries from first_row on, from left to right: full ones, then partial ones."""
+    """Return the tiles of the queries from first_row on, from left to right: full ones, then partial ones."""
     unmasked_end, end = key_bounds(first_row, block_q, block_k, s_q, s_k, causal)
     row_end = min(first_row + block_q, s_q)
     full = [Tile(first_row, row_end, key, key + block_k, "full") for key in range(0, unmasked_end, block_k)]
@@ -64,7 +64,7 @@ def row_of_tiles(first_row: int, s_q: int, s_k: int, block_q: int, block_k: int,
 
 
 def check_blocks(s_q: int, s_k: int, block_q: int, block_k: int) -> None:
-    """Raises ValueError unless the lengths are 0 or more and the blocks 1 or more."""
+    """Raise ValueError unless the lengths are 0 or more and the blocks 1 or more."""
     if min(s_q, s_k) < 0 or min(block_q, block_k) < 1:
         raise ValueError(
             f"{s_q} queries in blocks of {block_q}, {s_k} keys in blocks of {block_k}: expected lengths of 0 or more "
@@ -73,30 +73,30 @@ def check_blocks(s_q: int, s_k: int, block_q: int, block_k: int) -> None:
 
 
 def tiles(s_q: int, s_k: int, block_q: int, block_k: int, causal: bool) -> list[Tile]:
-    """All tiles that are computed, in the order in which forward visits them. Raises ValueError as check_blocks."""
+    """Return all tiles that are computed, in the order of forward. Raises ValueError as check_blocks does."""
     check_blocks(s_q, s_k, block_q, block_k)
     rows = range(0, s_q, block_q)
     return [tile for row in rows for tile in row_of_tiles(row, s_q, s_k, block_q, block_k, causal)]
 
 
 def visible_pairs(s_q: int, s_k: int, causal: bool) -> int:
-    """How many pairs of a query and a key that it sees there are. Causal: query i sees the first i + 1 keys."""
+    """Return the number of pairs of a query and a key that it sees. Causal: query i sees the first i + 1 keys."""
     if not causal:
         return s_q * s_k
-    in_triangle = min(s_q, s_k)  # queries that see 1, 2, 3, ... keys; those after them see all
+    in_triangle = min(s_q, s_k)  # queries that see 1, 2, 3, ... keys; later queries see all
     return in_triangle * (in_triangle + 1) // 2 + (s_q - in_triangle) * s_k
 
 
 def flops_forward(b: int, s_q: int, s_k: int, heads: int, head_dim: int, causal: bool) -> int:
-    """FLOPs of the two products of forward, of visible pairs alone: 4 d each.
+    """Return the FLOPs of the two matmuls of forward, of visible pairs only: 4 d each.
 
-    heads: those of the queries; GQA has fewer keys and values to load, and the same products.
+    heads: those of the queries; GQA has fewer keys and values to load, but the same matmuls.
     """
     return 4 * head_dim * heads * b * visible_pairs(s_q, s_k, causal)
 
 
 def flops_backward(b: int, s_q: int, s_k: int, heads: int, head_dim: int, causal: bool) -> int:
-    """FLOPs of the five products of backward, of visible pairs alone: 10 d each."""
+    """Return the FLOPs of the five matmuls of backward, of visible pairs only: 10 d each."""
     return flops_forward(b, s_q, s_k, heads, head_dim, causal) * 5 // 2
 
 
@@ -104,11 +104,11 @@ class ComputedShare(NamedTuple):
     """Work saved by skipping tiles, and work still wasted on masked pairs."""
 
     of_tiles: float  # tiles computed, of all tiles
-    visible: float  # visible pairs, of all pairs of the computed tiles: a tile at an end counts as a whole one
+    visible: float  # visible pairs, of all pairs of the computed tiles: a tile at an end counts as a full one
 
 
 def computed_share(s_q: int, s_k: int, block_q: int, block_k: int, causal: bool) -> ComputedShare:
-    """The shares for one head. Raises ValueError as check_blocks, and where there is no query or no key."""
+    """Return the shares for one head. Raises ValueError as check_blocks does, and without queries or keys."""
     check_blocks(s_q, s_k, block_q, block_k)
     if not s_q or not s_k:
         raise ValueError(f"{s_q} queries and {s_k} keys: there are no tiles")

@@ -48,13 +48,15 @@ def scale_sharing(block: tuple[int, int]) -> tuple[int, int]:
 
 
 def tile_launch(blocks: list[tuple[int, int]], transposed: bool, columns: int | None = None) -> dict[str, int]:
-    """Return the rows and columns of a program's tile of x, and its warps. A thread has 32 elements, or 64 if each gets
-    two scales: twice as many threads would have too few registers each. blocks: those of the results, in the order of
-    x. columns: those of a row, if a program needs all of it.
+    """Return the launch options of a cast kernel: ROWS and COLUMNS of a program's tile of x, and num_warps.
 
-    Each row of a tile is full lines of memory, 128 bytes of 16-bit numbers or more. Each row of a transposed tile is a
-    line, or half a line if no block needs 128 rows: four or five of these small tiles fit on an SM, and some compute
-    while others wait for memory.
+    blocks: the block shapes of the results, in the order of x; columns: the length of a row of x, if a program needs
+    full rows. A thread holds 32 elements, or 64 if each element gets two scales: with twice as many threads, each
+    thread would have too few registers.
+
+    Each row of a tile fills one or more 128-byte memory lines, even with 16-bit numbers. Each row of a transposed tile
+    fills one line, or half a line if no block needs 128 rows: four or five of these small tiles fit on an SM, and some
+    compute while others wait for memory.
     """
     if columns is not None:
         rows, columns, num_warps = shape_of_work(columns)

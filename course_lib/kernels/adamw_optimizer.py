@@ -21,19 +21,19 @@ def first_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
 
 @triton.jit
 def adamw_many_kernel(
-    addresses,  # int64 [tensors, 6]: where master, gradient, both moments and the step lie, and numel
-    owners,  # int32 [programs, 2]: of which tensor, and which block of it
-    like,  # any gradient, for its type
+    addresses,  # int64 [tensors, 6]: addresses of master, gradient, both moments and step; numel
+    owners,  # int32 [programs, 2]: the program's tensor, and its block of the tensor
+    like,  # any gradient, for its dtype
     lr,
     keep,
     eps,
-    ALIGNED: tl.constexpr,  # 16 divides all addresses and sizes: then a thread loads as many bytes at once
+    ALIGNED: tl.constexpr,  # all addresses and sizes are multiples of 16, so a thread loads 16 bytes at once
     BETA1: tl.constexpr,
     BETA2: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """adamw_kernel for many tensors at once. A tensor is moved so that the block that this program has lies where that
-    kernel looks for it, at program_id * BLOCK.
+    """Run adamw_kernel for many tensors in one launch. Each tensor's pointers are offset so that this program's block
+    is at program_id * BLOCK, where adamw_kernel looks for it.
     """
     program = tl.program_id(0)
     row = addresses + tl.load(owners + 2 * program).to(tl.int64) * 6
@@ -80,9 +80,11 @@ def update_many(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """`update` of each tensor, in one launch, or two: of what is aligned and the rest. Gradients are of one dtype."""
+    """Run `update` for each tensor, in one launch, or two: one for the aligned tensors, one for the rest. Gradients
+    have one dtype.
+    """
     buffers = [row for row in zip(masters, grads, exp_avgs, exp_avg_sqs, steps, strict=True) if row[0].numel()]
-    if buffers and capturing(masters[0].device):  # a replay would read tables that are gone; launches are free there
+    if buffers and capturing(masters[0].device):  # a replay would read freed tables; in a graph, launches cost nothing
         for master, grad, exp_avg, exp_avg_sq, step in buffers:
             update(master, grad, exp_avg, exp_avg_sq, None, step, lr, beta1, beta2, eps, weight_decay)
         return
@@ -98,9 +100,11 @@ def update_many(
 def launch_many(
     rows: list[tuple[int, ...]], like: torch.Tensor, aligned: bool, settings: tuple, betas: tuple[float, float]
 ) -> None:
-    """One launch for tensors at these addresses: rows of adamw_many_kernel's table; like: one of the gradients."""
+    """Launch once for the tensors at these addresses. rows: those of adamw_many_kernel's table; like: one of the
+    gradients.
+    """
     device = like.device
-    addresses = torch.tensor(rows, pin_memory=device.type == "cuda").to(device, non_blocking=True)  # the host goes on
+    addresses = torch.tensor(rows, pin_memory=device.type == "cuda").to(device, non_blocking=True)  # asynchronous
     owners = owners_of(tuple(row[5] for row in rows), device)
     with torch.cuda.device_of(like):
         adamw_many_kernel[(len(owners),)](
@@ -114,12 +118,12 @@ def _(masters, grads, exp_avgs, exp_avg_sqs, steps, lr, beta1, beta2, eps, weigh
 
 
 class FusedAdamW(torch.optim.Optimizer):
-    """torch.optim.AdamW whose step is one launch for all parameters of one device with the same settings and dtype of
-    gradients, and one for all their counters. In the first step, and while a CUDA graph is captured, it is one for
-    each: what a graph launches has been loaded before.
+    """torch.optim.AdamW whose step is one launch for all parameters of one device with the same settings and gradient
+    dtype, and one for all their counters. The first step, and every step while a CUDA graph is captured, is one launch
+    per parameter: a graph needs kernels that are loaded before.
 
-    Its state_dict is AdamW's, and the other way round: step (on the parameter's device), exp_avg, exp_avg_sq. Raises
-    ValueError for parameters that are not contiguous or not float32: those of 16 bits need a master copy, which
+    Its state_dict is compatible with AdamW's in both directions: step (on the parameter's device), exp_avg, exp_avg_sq.
+    Raises ValueError for parameters that are not contiguous or not float32: 16-bit parameters need a master copy, which
     ZeroOptimizer keeps.
     """
 
@@ -148,13 +152,13 @@ class FusedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """Update every parameter that has a gradient. Returns what `closure` does, which is called first."""
+        """Update every parameter that has a gradient. Return the result of `closure`, which is called first."""
         with torch.enable_grad():
             result = closure() if closure else None
         ready = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
         if any(parameter.grad.layout != torch.strided for parameter, _ in ready):
             raise ValueError("a gradient is sparse; AdamW decays every weight")
-        launches = {}  # by what they have in common: the buffers of each parameter
+        launches = {}  # by settings, dtype and device: the buffers of each parameter
         for parameter, group in ready:
             state = self.state.get(parameter) or first_state(parameter)
             flat = {"master": parameter.view(-1), "grad": parameter.grad.reshape(-1)}
@@ -178,7 +182,7 @@ class FusedAdamW(torch.optim.Optimizer):
         return result
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Take over a state of this class or of torch.optim.AdamW. Raises ValueError for amsgrad and maximize."""
+        """Load a state of this class or of torch.optim.AdamW. Raises ValueError for amsgrad and maximize."""
         if any(group.get(name) for group in state_dict["param_groups"] for name in ("amsgrad", "maximize")):
             raise ValueError("the state is of AdamW with amsgrad or maximize, which FusedAdamW does not have")
         super().load_state_dict(state_dict)

@@ -1,18 +1,19 @@
 """The last rung of the ladder: the same operator in CUDA C++, and in C++ for a machine without a GPU.
 
     eager            write nothing        one kernel for each operation, each through global memory
-    torch.compile    write nothing        the operations fused; which kernels come out is not yours to say
+    torch.compile    write nothing        the operations fused; the compiler decides which kernels
     Triton           write the blocks     the compiler places elements on threads and fills shared memory
-    CUDA C++         write the threads    everything is yours: threads, shared memory, barriers, widths of loads
+    CUDA C++         write the threads    you control all: threads, shared memory, barriers, widths of loads
 
 In CUDA C++ a kernel is what *one thread* does. The host launches a grid of blocks of threads: as many blocks as cover
 the elements, rounded up (ceiling division), and threads past the end do nothing (the bounds check, Triton's mask). A
-launch names the stream that it queues on, has to be PyTorch's current one, and reports nothing: one asks afterwards.
+launch names the stream that it is queued on, which must be PyTorch's current stream, and reports no error: the host
+asks for errors afterwards.
 
 `torch.utils.cpp_extension.load_inline` takes both sources as strings, compiles them, and loads the library, whose
 `STABLE_TORCH_LIBRARY` blocks register an operator with the dispatcher: one name, a kernel for each kind of device. It
-needs a compiler and ninja (`pip install ninja`), and for a GPU nvcc. What it includes is what it costs: with the usual
-`torch/extension.h` this file's C++ takes some 25 s to compile, with the headers of the stable ABI less than 2 s.
+needs a compiler and ninja (`pip install ninja`), and for a GPU nvcc. Compile time depends on the headers: with the
+usual `torch/extension.h` this file's C++ takes some 25 s to compile, with the headers of the stable ABI less than 2 s.
 """
 
 from __future__ import annotations
@@ -35,18 +36,18 @@ from torch.utils import cpp_extension
 
 
 class CannotBuild(RuntimeError):
-    """A tool that a build needs is not on this machine; says which."""
+    """Raised if a tool that a build needs is missing on this machine; the message names it."""
 
 
 def require_compiler() -> None:
-    """Raise CannotBuild where there is no C++ compiler (g++, or what CXX names, with options perhaps)."""
+    """Raise CannotBuild if there is no C++ compiler (g++, or the one that CXX names, possibly with options)."""
     compiler = cpp_extension.get_cxx_compiler()
     if not shutil.which(compiler.split()[0]):
         raise CannotBuild(f"there is no C++ compiler: {compiler} is not on the path")
 
 
 def require_build_tools() -> None:
-    """Raise CannotBuild where C++ cannot be compiled and linked here: no compiler, or no ninja."""
+    """Raise CannotBuild if C++ cannot be compiled and linked here: no compiler, or no ninja."""
     require_compiler()
     with scripts_on_path():
         if not cpp_extension.is_ninja_available():
@@ -54,7 +55,7 @@ def require_build_tools() -> None:
 
 
 def require_torch_compile() -> None:
-    """Raise CannotBuild where torch.compile cannot build its kernels here: no compiler, or no headers of Python."""
+    """Raise CannotBuild if torch.compile cannot build its kernels here: no compiler, or no Python headers."""
     require_compiler()
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
         raise CannotBuild("there is no Python.h: install the headers of this Python (python3-dev on Debian)")
@@ -166,7 +167,7 @@ STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CPU, library) {
 
 
 def find_nvcc() -> str:
-    """The path of nvcc, the compiler of CUDA C++. Raises CannotBuild where there is none."""
+    """Return the path of nvcc, the compiler of CUDA C++. Raises CannotBuild if there is none."""
     nvcc = shutil.which("nvcc") or (cpp_extension.CUDA_HOME and shutil.which(f"{cpp_extension.CUDA_HOME}/bin/nvcc"))
     if not nvcc:
         raise CannotBuild("there is no nvcc: install NVIDIA's CUDA toolkit")
@@ -174,7 +175,9 @@ def find_nvcc() -> str:
 
 
 def require_cuda() -> None:
-    """Raise CannotBuild where CUDA C++ cannot be built for PyTorch and run: no GPU, no nvcc, or another CUDA's nvcc."""
+    """Raise CannotBuild if CUDA C++ cannot be built for PyTorch and run: no GPU, no nvcc, or an nvcc of another CUDA
+    version.
+    """
     if not (torch.cuda.is_available() and torch.version.cuda):
         raise CannotBuild("there is no NVIDIA GPU, or PyTorch is a build without CUDA")
     about = subprocess.run([find_nvcc(), "--version"], capture_output=True, text=True, check=True).stdout
@@ -186,7 +189,7 @@ def require_cuda() -> None:
 
 @contextlib.contextmanager
 def scripts_on_path() -> Iterator[None]:
-    """Inside, programs that pip installed beside this Python (ninja) are found even if their folder is not on PATH."""
+    """Put the folder of programs that pip installs with this Python (ninja) on PATH, inside the block."""
     before = os.environ.get("PATH")
     os.environ["PATH"] = os.pathsep.join([os.defpath if before is None else before, sysconfig.get_path("scripts")])
     try:
@@ -200,11 +203,11 @@ def scripts_on_path() -> Iterator[None]:
 
 @functools.cache
 def build_operators(cpp_source: str, cuda_source: str | None = None):
-    """The operators that these sources register under TORCH_EXTENSION_NAME: `build_operators(...).NAME(tensors)`.
+    """Return the operators that these sources register under TORCH_EXTENSION_NAME:
+    `build_operators(...).NAME(tensors)`.
 
-    Built once in a process for each pair of sources, in a folder that is gone afterwards: an interrupted build leaves
-    no lock behind to wait for. Raises CannotBuild where a tool is missing, RuntimeError with the compiler's words
-    where a source is wrong.
+    Each pair of sources is built once per process, in a temporary folder: an interrupted build leaves no lock behind.
+    Raises CannotBuild if a tool is missing, RuntimeError with the compiler's message if a source is wrong.
     """
     require_build_tools()
     if cuda_source is not None:
@@ -212,11 +215,11 @@ def build_operators(cpp_source: str, cuda_source: str | None = None):
     digest = hashlib.sha256(f"{cpp_source}{cuda_source}".encode()).hexdigest()[:12]
     with tempfile.TemporaryDirectory() as folder, scripts_on_path():
         library = cpp_extension.load_inline(
-            name=f"course_{digest}",  # its operators' namespace: an edited source is another one
+            name=f"course_{digest}",  # the namespace of its operators: an edited source gets another one
             cpp_sources=[cpp_source],
             cuda_sources=None if cuda_source is None else [cuda_source],
             extra_cflags=["-O2"],
-            no_implicit_headers=True,  # torch/extension.h would take ten times as long as all else
+            no_implicit_headers=True,  # torch/extension.h would take ten times as long as the rest
             is_python_module=False,
             build_directory=folder,
         )
@@ -224,9 +227,9 @@ def build_operators(cpp_source: str, cuda_source: str | None = None):
 
 
 def build_elu() -> Callable[..., torch.Tensor]:
-    """`elu(x, alpha=1.0)` in C++, and in CUDA C++ where there is a GPU with its nvcc. Raises CannotBuild.
+    """Return `elu(x, alpha=1.0)` in C++, and in CUDA C++ if there is a GPU with its nvcc. Raises CannotBuild.
 
-    x: any shape, float32, contiguous. Forward alone: to train with it, give it a backward as `elu_kernels` does.
+    x: any shape, float32, contiguous. Forward only: to train with it, give it a backward as `elu_kernels` does.
     """
     try:
         require_cuda()
@@ -235,7 +238,9 @@ def build_elu() -> Callable[..., torch.Tensor]:
         operators = build_operators(CPP_SOURCE)
 
     def elu(x: torch.Tensor, alpha: float = 1.0) -> torch.Tensor:
-        """F.elu(x, alpha). Raises ValueError for what the kernel would misread, and for an x that wants a gradient."""
+        """Return F.elu(x, alpha). Raises ValueError for tensors that the kernel would misread, and for an x that
+        requires a gradient.
+        """
         if x.dtype != torch.float32 or not x.is_contiguous():
             raise ValueError(f"this elu takes contiguous float32, not {x.dtype} with strides {x.stride()}")
         if x.requires_grad and torch.is_grad_enabled():
@@ -247,17 +252,20 @@ def build_elu() -> Callable[..., torch.Tensor]:
 
 @dataclass(frozen=True)
 class Resources:
-    """The resources of one kernel by nvcc's assembler; spills are bytes that go to memory because registers ran out."""
+    """The resources of one kernel, as nvcc's assembler reports them. Spills are bytes stored to memory for lack of
+    registers.
+    """
 
-    registers: int  # a thread
-    spilled_bytes: int  # a thread, stores
-    shared_bytes: int  # a block
+    registers: int  # per thread
+    spilled_bytes: int  # per thread, of stores
+    shared_bytes: int  # per block
 
 
 def nvcc_report(source: str = CUDA_KERNELS, arch: str = "sm_90") -> dict[str, Resources]:
-    """By name, what each `extern "C" __global__` kernel of `source` takes on GPUs of `arch`. Needs nvcc, but no GPU.
+    """Return the resources of each `extern "C" __global__` kernel of `source` on GPUs of `arch`, by name. Needs nvcc,
+    but no GPU.
 
-    Raises CannotBuild without nvcc, ValueError with nvcc's words where it rejects the source.
+    Raises CannotBuild without nvcc, ValueError with nvcc's message if it rejects the source.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "kernels.cu")

@@ -1,11 +1,11 @@
-"""Matrix multiplication in CUDA C++, four times: each step removes what the one before it waits for.
+"""Matrix multiplication in CUDA C++, four times: each step removes the bottleneck of the previous one.
 
     c = a @ b,  a: [m, k], b: [k, n], c: [m, n], row-major float32       (after Boehm, siboehm.com/articles/22/CUDA-MMM)
 
-    naive      thread.x walks down the rows. The 32 threads of a warp want 32 rows of one column of a: addresses k
-               floats apart, one sector of 32 bytes each, of which 4 are used. Stores of c alike.
+    naive      thread.x walks down the rows. The 32 threads of a warp read 32 rows of one column of a: addresses k
+               floats apart, one sector of 32 bytes each, of which 4 are used. The same for stores of c.
     coalesced  the same loop; row = thread / 32, column = thread % 32. A warp has 32 adjacent elements of a row of c: it
-               loads 128 adjacent bytes of b, and of a one number for all. Not a line of arithmetic is different.
+               loads 128 adjacent bytes of b, and one number of a for all. The arithmetic is the same.
     tiled      32x32 threads first copy a tile of a and a tile of b to shared memory, each number read from global
                memory once by one thread and used by 32: 32 times fewer bytes. Two barriers: no thread may multiply
                before all have loaded, nor load the next tile before all have multiplied.
@@ -13,10 +13,10 @@
                throttle"). Here a thread computes 8x8 outputs in registers: 16 numbers, in four 16-byte loads, are 64
                multiply-adds; a block of 256 threads computes 128x128.
 
-Bytes of global memory, each number 4 bytes: 2 m n k without tiles, where caches hold nothing, 2 m n k / 32 with tiles
-of 32, 2 m n k / 128 with tiles of 128. What is left to cuBLAS are tensor cores, copies that run ahead of the
-arithmetic, and the choice of tiles for each shape. Edges: a thread outside c still loads (zeros) and meets the
-barriers, since a barrier waits for all threads of the block; only its store is masked.
+Bytes of global memory, each number 4 bytes: 2 m n k without tiles, if caches hold nothing, 2 m n k / 32 with tiles of
+32, 2 m n k / 128 with tiles of 128. cuBLAS adds tensor cores, copies that run ahead of the arithmetic, and a choice of
+tiles for each shape. Edges: a thread outside c still loads (zeros) and meets the barriers, since a barrier waits for
+all threads of the block; only its store is masked.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ coarsened(const float* a, const float* b, float* c, int m, int n, int k) {
 
 @dataclass(frozen=True)
 class CudaKernel:
-    """One rung: its source, the threads of a block (x, y), and how many rows and columns of c a block computes."""
+    """A kernel: its source, the threads of a block (x, y), and the rows and columns of c that a block computes."""
 
     source: str
     threads: tuple[int, int]
@@ -175,11 +175,11 @@ STABLE_TORCH_LIBRARY(TORCH_EXTENSION_NAME, library) {
 }
 """
 )
-LARGEST = 2**20  # rows or columns: tiles fit CUDA's grid (65,535 blocks in y) and numbers of rows an int
+LARGEST = 2**20  # rows or columns: tiles fit CUDA's grid (65,535 blocks in y), and row indices an int
 
 
 def check_matrices(a: torch.Tensor, b: torch.Tensor) -> None:
-    """Raises ValueError, in one line, for what the kernels would misread."""
+    """Raise ValueError, in one line, for matrices that the kernels would misread."""
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0] or max(*a.shape, *b.shape) > LARGEST:
         raise ValueError(f"a [m, k] @ b [k, n] with sides of at most {LARGEST}, not {list(a.shape)} @ {list(b.shape)}")
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
@@ -191,14 +191,14 @@ def check_matrices(a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def build_matmul() -> Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor]:
-    """`matmul(name, a, b)` by the kernel of that name, built for this machine's GPU.
+    """Return `matmul(name, a, b)`, which runs the kernel of that name, built for this machine's GPU.
 
-    Raises CannotBuild where there is no GPU, compiler, ninja or nvcc.
+    Raises CannotBuild if there is no GPU, compiler, ninja or nvcc.
     """
     operators = build_operators(MATMUL_CPP_SOURCE, MATMUL_CUDA_SOURCE)
 
     def matmul(name: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """a @ b by the kernel `name`. a: [m, k]; b: [k, n]."""
+        """Return a @ b, computed by the kernel `name`. a: [m, k]; b: [k, n]."""
         if name not in CUDA_LADDER:
             raise ValueError(f"there is no kernel {name!r}: {', '.join(CUDA_LADDER)}")
         check_matrices(a, b)

@@ -8,20 +8,21 @@ A GPU runs one program many times at once, and each run, a *program* in Triton's
     elements   0 ........ 1023 | 1024 ....... 2047 | 2048 ..... 2499
     program    program_id 0    | program_id 1      | program_id 2, the last 572 lanes masked off
 
-All kernels go by the same steps. `tl.program_id`: which block is mine. `tl.arange`: the numbers of its elements, all
-at once. A mask: which of them exist, since the last block is seldom full and what lies behind belongs to another
-tensor. `tl.load`: from global memory into registers. Arithmetic, which costs next to nothing here. `tl.store`: back.
+All kernels follow the same steps. `tl.program_id`: the index of the program's block. `tl.arange`: the indices of its
+elements, all at once. A mask: the elements that exist, since the last block is seldom full and the memory behind it
+belongs to another tensor. `tl.load`: from global memory into registers. Arithmetic, which costs next to nothing here.
+`tl.store`: back.
 
-What it costs: each element is read once and written once, 8 bytes in float32 for a dozen operations, and an H100 does
-some 20 float32 operations in the time that one byte takes. So this kernel is as fast as memory is, and no cleverness
-in its arithmetic will show; only fusing it with adjacent operations saves bytes. A block of 1,024 elements in 4 warps
-is 8 elements per thread: two loads of 16 bytes in float32, one in bfloat16. (Loads are that wide if 16 divides the
-number of elements; otherwise the mask may change at any of them, and the compiler loads one by one.)
+The cost: each element is read once and written once, 8 bytes in float32 for a dozen operations, and an H100 does some
+20 float32 operations in the time that one byte takes. So this kernel is as fast as memory, and its arithmetic does not
+matter; only fusing it with adjacent operations saves bytes. A block of 1,024 elements in 4 warps is 8 elements per
+thread: two loads of 16 bytes in float32, one in bfloat16. (Loads are that wide if the number of elements is a multiple
+of 16; otherwise the mask may change at any element, and the compiler loads one by one.)
 
-`e^x - 1` near zero: e^x is close to 1, so the subtraction cancels what the last bits of e^x knew. At x = -1e-6 three
-digits are left in float32, at x = -1e-8 none. PyTorch calls the C library's `expm1`, the
-kernels that torch.compile writes call NVIDIA's. The interpreter has neither, so `expm1` below sums the series above
--1, where the eleven terms leave out less than 2^-28 of the result; below -1 the subtraction costs less than one bit.
+`e^x - 1` near zero: e^x is close to 1, so the subtraction cancels the leading bits. At x = -1e-6 three digits are left
+in float32, at x = -1e-8 none. PyTorch calls the C library's `expm1`, the kernels of torch.compile call NVIDIA's. The
+interpreter has neither, so `expm1` below sums the series above -1, where the eleven terms leave out less than 2^-28 of
+the result; below -1 the subtraction costs less than one bit.
 """
 
 from __future__ import annotations
@@ -39,8 +40,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @triton.jit
 def expm1(x):
-    """e^x - 1 for x <= 0, in float32: near zero, where a subtraction cancels, by its series x + x^2/2! + x^3/3! + …"""
-    near = tl.maximum(x, -1.0)  # the series is for these; the powers of others would overflow
+    """Return e^x - 1 for x <= 0, in float32. Near zero, where a subtraction cancels, by its series x + x^2/2! + x^3/3!
+    + …
+    """
+    near = tl.maximum(x, -1.0)  # the range of the series; powers of lower x would overflow
     series = 1 / 3628800 + near * (1 / 39916800)
     series = 1 / 362880 + near * series
     series = 1 / 40320 + near * series
@@ -68,7 +71,9 @@ def elu_kernel(x_pointer, out_pointer, alpha, numel, BLOCK: tl.constexpr):
 
 @triton.jit
 def elu_backward_kernel(grad_pointer, x_pointer, grad_x_pointer, alpha, numel, BLOCK: tl.constexpr):
-    """grad_x = grad * ELU'(x), with ELU'(x) = 1 where x > 0, else alpha e^x. grad, x, grad_x: [numel], contiguous."""
+    """Write grad * ELU'(x) to grad_x, with ELU'(x) = 1 where x > 0, else alpha e^x. grad, x, grad_x: [numel],
+    contiguous.
+    """
     block = tl.program_id(0).to(tl.int64)
     element = block * BLOCK + tl.arange(0, BLOCK)
     exists = element < numel
@@ -80,7 +85,7 @@ def elu_backward_kernel(grad_pointer, x_pointer, grad_x_pointer, alpha, numel, B
 
 @torch.library.custom_op("course::elu", mutates_args=())
 def elu_forward(x: torch.Tensor, alpha: float) -> torch.Tensor:
-    """ELU of x as a new contiguous tensor; the operator that PyTorch sees. x: any shape."""
+    """Return ELU of x as a new contiguous tensor; the operator that PyTorch sees. x: any shape."""
     x = x.contiguous()
     out = torch.empty_like(x)
     if x.numel():
@@ -91,7 +96,7 @@ def elu_forward(x: torch.Tensor, alpha: float) -> torch.Tensor:
 
 @torch.library.custom_op("course::elu_backward", mutates_args=())
 def elu_backward(grad: torch.Tensor, x: torch.Tensor, alpha: float) -> torch.Tensor:
-    """Gradient of ELU's input. grad, x: of one shape."""
+    """Return the gradient of ELU's input. grad, x: of one shape."""
     grad, x = grad.contiguous(), x.contiguous()
     grad_x = torch.empty_like(x)
     if x.numel():
@@ -112,7 +117,7 @@ def _(grad, x, alpha):
 
 
 def save_input(ctx, inputs, output) -> None:
-    """x is what backward needs."""
+    """Save x for backward."""
     x, ctx.alpha = inputs
     ctx.save_for_backward(x)
 
@@ -123,10 +128,11 @@ elu_forward.register_autograd(
 
 
 def elu(x: torch.Tensor, alpha: float = 1.0) -> torch.Tensor:
-    """F.elu(x, alpha) by one kernel, and its gradient by another. x: any shape and strides; float32, bf16 or fp16.
+    """Return F.elu(x, alpha), by one kernel, with a gradient by another. x: any shape and strides; float32, bf16 or
+    fp16.
 
-    Computed in float32, rounded once to x's dtype, which is the dtype that comes out, under autocast too. The result
-    is contiguous. Raises ValueError for other dtypes.
+    Computed in float32 and rounded once to x's dtype, also under autocast. The result is contiguous. Raises ValueError
+    for other dtypes.
     """
     if x.dtype not in DTYPES:
         raise ValueError(f"elu takes float32, bfloat16 or float16, not {x.dtype}")

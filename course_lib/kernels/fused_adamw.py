@@ -6,18 +6,18 @@ Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization", algorithm 2
     m <- beta1 m + (1 - beta1) g                 v <- beta2 v + (1 - beta2) g^2
     w <- (1 - eta lambda) w - eta / (1 - beta1^t) * m / (sqrt(v / (1 - beta2^t)) + eps)
 
-Bytes a parameter, with a gradient of `grad` bytes an element, and a bfloat16 copy of w that the model computes with:
+Bytes per parameter, with a gradient of `grad` bytes per element, and a bfloat16 copy of w that the model computes with:
 
     this module     reads w, g, m, v: 4 + grad + 4 + 4; writes w, m, v: 12, and the copy: 2      30 at most, 28 with a
                     bfloat16 gradient
     one operation   w *= 8; m lerp g 12; v *= 8; v += g g 12; sqrt 8; / 8; + eps 8;              80, and 6 for the copy
     after another   w += m / … 16
 
-Nothing else is to be had: with 28 bytes and 3.35 TB/s an H100 updates 120 billion parameters a second.
+This is the limit: with 28 bytes and 3.35 TB/s an H100 updates 120 billion parameters per second.
 
-Two traps. (1) Triton hands a Python float over as float32, and 1 - 0.999 from a rounded 0.999 is wrong in the fifth
-digit. So betas are constants of the kernel, with all their digits, and 1 - beta^t is computed in float64. (2) t changes
-with each step. As a Python number it would be frozen into a captured CUDA graph; so the kernel reads it from memory.
+Two traps. (1) Triton passes a Python float as float32, and 1 - 0.999 from a rounded 0.999 is wrong in the fifth digit.
+So betas are constants of the kernel, with all their digits, and 1 - beta^t is computed in float64. (2) t changes with
+each step. As a Python number it would be frozen into a captured CUDA graph; so the kernel reads it from memory.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ import triton.language as tl
 from course_lib.kernels.rounding import cast, widen
 
 GRADIENTS = (torch.bfloat16, torch.float16, torch.float32)
-# Elements a program: 4 in each of 256 threads, 16 bytes of float32. With 8, each load would use half of its sectors.
+# Elements per program: 4 in each of 256 threads, 16 bytes of float32. With 8, a load would use half of its sectors.
 BLOCK = 1024
 
 
 @triton.constexpr_function
 def logarithm(beta):
-    """The natural logarithm of a constant, of 0 too."""
+    """Return the natural logarithm of a constant; -inf for 0."""
     return math.log(beta) if beta > 0 else -math.inf
 
 
@@ -95,7 +95,7 @@ def update(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """See adamw_step."""
+    """Take a step of AdamW; see adamw_step."""
     numel = master.numel()
     if numel == 0:
         return
@@ -112,7 +112,7 @@ def _(master, grad, exp_avg, exp_avg_sq, weights, step, lr, beta1, beta2, eps, w
 
 
 def check_settings(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
-    """Raise ValueError for a number that AdamW cannot use."""
+    """Raise ValueError for a number that AdamW does not support."""
     if not all(isinstance(number, (int, float, torch.SymFloat)) for number in (lr, *betas, eps, weight_decay)):
         raise ValueError(f"lr {lr}, betas {betas}, eps {eps}, weight_decay {weight_decay}: they are Python numbers")
     if not (lr >= 0 and eps >= 0 and weight_decay >= 0):
@@ -122,7 +122,7 @@ def check_settings(lr: float, betas: tuple[float, float], eps: float, weight_dec
 
 
 def check_buffers(buffers: dict[str, torch.Tensor], step: torch.Tensor) -> None:
-    """Raise ValueError unless the buffers are alike and of dtypes that the kernel has. The first is the master."""
+    """Raise ValueError unless the buffers match and have dtypes that the kernel supports. The first is the master."""
     master = buffers["master"]
     for name, buffer in buffers.items():
         allowed = {"grad": GRADIENTS, "weights": GRADIENTS[:2]}.get(name, (torch.float32,))
@@ -150,12 +150,13 @@ def adamw_step(
     weight_decay: float = 0.01,
     weights: torch.Tensor | None = None,
 ) -> None:
-    """One step of AdamW, in place, over flat buffers [n]: master, exp_avg, exp_avg_sq of float32, any float `grad`.
+    """Take one step of AdamW, in place, over flat buffers [n]: master, exp_avg, exp_avg_sq of float32, any float
+    `grad`.
 
-    step: its number, from 1 on: a float32 tensor of one element on the same device, as torch.optim keeps it; the
-    caller adds 1 first. weights: a bfloat16 or float16 copy of master [n], written in the same pass. lr is a Python
-    number: a captured CUDA graph keeps the one that it saw. Raises ValueError, and changes nothing, for other shapes,
-    dtypes and devices, and for numbers out of range.
+    step: its number, from 1 on: a float32 tensor of one element on the same device, as torch.optim keeps it; the caller
+    adds 1 first. weights: a bfloat16 or float16 copy of master [n], written in the same pass. lr is a Python number,
+    which a captured CUDA graph keeps. Raises ValueError, and changes nothing, for other shapes, dtypes and devices, and
+    for numbers out of range.
     """
     check_settings(lr, betas, eps, weight_decay)
     buffers = {"master": master, "grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}

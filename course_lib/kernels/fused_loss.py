@@ -11,25 +11,25 @@ The loss is a sum over rows, and each row's gradient, softmax - onehot(target), 
 one pass over chunks of c rows does it all, forward and backward:
 
     logits       = hidden[chunk] · weightᵀ                          [c, v]  a matmul: cuBLAS
-    loss, dlogits in the place of logits                            [c, v]  one Triton kernel, a row a program
+    loss, dlogits in place of logits                                [c, v]  one Triton kernel, a row per program
     grad_hidden[chunk]  = dlogits · weight                          [c, h]  a matmul
     grad_weight        += dlogitsᵀ · hidden[chunk]                  [v, h]  a matmul, summed in float32
 
-and backward only multiplies the two gradients by (the incoming gradient) / (the number of counted rows). That factor
-comes last on purpose: 1/t would push the small elements of dlogits below what FP16 has, and FP16's loss scale, which is
-there to prevent it, comes in with the incoming gradient.
+and backward only multiplies the two gradients by (the incoming gradient) / (the number of counted rows). This factor is
+applied last on purpose: 1/t would push the small elements of dlogits below FP16's range, and FP16's loss scale, which
+prevents that, is part of the incoming gradient.
 
-    peak    c·v·e + t·h·e + 4·v·h bytes (chunk, grad_hidden, grad_weight), and v·h·e more where weight is not of the
-            products' type: in forward for its copy, or in backward for its gradient
+    peak    c·v·e + t·h·e + 4·v·h bytes (chunk, grad_hidden, grad_weight), and v·h·e more if weight is not in the
+            matmuls' dtype: in forward for its copy, or in backward for its gradient
     FLOPs   6·t·v·h, as the eager path: nothing is computed twice
-    traffic of the kernel 3·t·v·e bytes (reads a row twice, writes it once); of the products, each chunk, weight twice
-            and grad_weight read and written: (2·e + 8)·v·h. That is what small chunks cost.
+    traffic of the kernel 3·t·v·e bytes (reads a row twice, writes it once); of the matmuls, for each chunk, weight
+            twice and grad_weight read and written: (2·e + 8)·v·h. This is the cost of small chunks.
 
 Liger-Kernel's chunks take about as much as hidden, t·h (Hsu et al. 2024, Liger Kernel, §3.2). For a large vocabulary
-they are a few hundred rows, and grad_weight comes and goes for each: 8·v·h bytes beside 6·c·v·h FLOPs, 240 / c of the
-products' time on an H200 (4.3 TB/s, 780 TFLOP/s). So c is h / 2 or more (chunk_size): logits of 16 bits then take a
-quarter of grad_weight, which is there anyway. Wijmans et al. 2024 (Cut Your Losses in Large-Vocabulary Language Models)
-keep not even a chunk: their products happen in the kernel, and again in backward. In PyTorch since 2.13:
+they are a few hundred rows, and grad_weight is read and written for each: 8·v·h bytes for 6·c·v·h FLOPs, 240 / c of the
+matmuls' time on an H200 (4.3 TB/s, 780 TFLOP/s). So c is h / 2 or more (chunk_size): 16-bit logits then take a quarter
+of grad_weight, which exists anyway. Wijmans et al. 2024 (Cut Your Losses in Large-Vocabulary Language Models) keep not
+even a chunk: their kernel contains the matmuls, and repeats them in backward. In PyTorch since 2.13:
 torch.nn.functional.linear_cross_entropy with options=torch.nn.LinearCrossEntropyOptions().
 """
 
@@ -44,7 +44,7 @@ from course_lib.kernels.rounding import cast, widen
 from course_lib.single_gpu.model import need_transformer
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-LARGEST_BLOCK = 16384  # logits that a program holds at a time: 16 a thread of 1024
+LARGEST_BLOCK = 16384  # logits that a program holds at a time: 16 per thread, of 1024
 
 
 # exercise 12.9
@@ -91,12 +91,12 @@ def cross_entropy_(
 ) -> None:
     """Fill `losses` [c], float32, and with `gradient` overwrite the logits [c, v] with their gradient; targets: [c].
 
-    Elements of a row lie side by side. Where 16 divides v, threads read and write 16 bytes at a time; with GPT-2's
+    Rows of logits are contiguous. If v is a multiple of 16, threads read and write 16 bytes at a time; with GPT-2's
     50,257 words 2 bytes, which is one reason to pad a vocabulary.
     """
     rows, vocab = logits.shape
     block = min(triton.next_power_of_2(vocab), LARGEST_BLOCK)
-    warps = max(1, block // 512)  # 16 elements a thread: two loads of 16 bytes in BF16, in flight together
+    warps = max(1, block // 512)  # 16 elements per thread: two loads of 16 bytes in BF16, in flight together
     with torch.cuda.device_of(logits):
         cross_entropy_kernel[(rows,)](
             logits,
@@ -112,11 +112,11 @@ def cross_entropy_(
 
 
 def chunk_size(tokens: int, hidden: int, vocab: int) -> int:
-    """Rows of a chunk, a power of 2, or all t. Its logits take about as many bytes as all of `hidden`, or a quarter of
-    what the weight's gradient takes in float32, whichever is more.
+    """Return the rows of a chunk, a power of 2, or all t. Its logits take about as many bytes as all of `hidden`, or a
+    quarter of the bytes of the weight's gradient in float32, whichever is more.
 
     The first is the next power of 2 of t / (v / h), both rounded up (Liger-Kernel, ops/fused_linear_cross_entropy.py;
-    PyTorch's "aspect_ratio"). The second, of logits in 16 bits, is h / 2: fewer chunks, and less traffic.
+    PyTorch's "aspect_ratio"). The second, for 16-bit logits, is h / 2: fewer chunks, and less traffic.
     """
     like_hidden = triton.next_power_of_2(triton.cdiv(tokens, triton.cdiv(vocab, hidden)))
     like_gradient = 2 ** (max(hidden // 2, 1).bit_length() - 1)
@@ -124,7 +124,7 @@ def chunk_size(tokens: int, hidden: int, vocab: int) -> int:
 
 
 def add_matmul(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """total += a @ b, in place. total: [m, n], float32; a: [m, k], b: [k, n], of one dtype."""
+    """Add a @ b to total, in place. total: [m, n], float32; a: [m, k], b: [k, n], of one dtype."""
     if a.dtype != total.dtype and total.is_cuda:  # tensor cores add in float32: so does the sum over chunks
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
@@ -143,14 +143,12 @@ def chunked_cross_entropy(
     hidden_needed: bool,
     weight_needed: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The loss, the number of counted rows, and the gradients of the rows' summed loss: of hidden in `dtype`, that of
-    the products, of weight in float32; empty where they are not needed.
+    """Return the loss, the number of counted rows, and the gradients of the rows' summed loss: that of hidden in
+    `dtype`, the dtype of the matmuls, that of weight in float32; empty if they are not needed.
     """
     tokens, vocab = len(hidden), len(weight)
-    width = (
-        triton.cdiv(vocab, 64) * 64
-    )  # rows that begin at multiples of 128 bytes: the products' fast kernels ask for it
-    logits = hidden.new_empty(min(chunk_rows, tokens), width, dtype=dtype)[:, :vocab]  # the one buffer of all chunks
+    width = triton.cdiv(vocab, 64) * 64  # rows begin at multiples of 128 bytes, as the fast matmul kernels require
+    logits = hidden.new_empty(min(chunk_rows, tokens), width, dtype=dtype)[:, :vocab]  # one buffer for all chunks
     losses = hidden.new_empty(tokens, dtype=torch.float32)
     grad_hidden = hidden.new_empty(hidden.shape if hidden_needed else 0, dtype=dtype)
     grad_weight = weight.new_zeros(weight.shape if weight_needed else 0, dtype=torch.float32)
@@ -180,12 +178,12 @@ def keep_gradients(ctx, inputs, output):
     _, count, grad_hidden, grad_weight = output
     ctx.dtypes = hidden.dtype, weight.dtype
     ctx.mark_non_differentiable(count, grad_hidden, grad_weight)
-    ctx.set_materialize_grads(False)  # else backward would be given zeros [t, h] and [v, h] for these three
+    ctx.set_materialize_grads(False)  # else backward would get zeros [t, h] and [v, h] for these three
     ctx.save_for_backward(count, grad_hidden, grad_weight)
 
 
 def scale_gradients(ctx, gradient, *_):
-    """In place, which saves memory, and makes autograd refuse a second backward of the same loss."""
+    """Scale the gradients in place, which saves memory, and makes autograd refuse a second backward of one loss."""
     count, grad_hidden, grad_weight = ctx.saved_tensors
     # All rows ignored: the mean is NaN, the gradients are 0.
     scale = gradient / count.clamp(min=1) if ctx.mean else gradient
@@ -205,16 +203,16 @@ def linear_cross_entropy(
     chunk_rows: int | None = None,
     reduction: str = "mean",
 ) -> torch.Tensor:
-    """Cross-entropy of the logits hidden · weightᵀ, a float32 scalar, without ever storing the logits whole.
+    """Return the cross-entropy of the logits hidden · weightᵀ, a float32 scalar, without ever storing all logits.
 
     hidden: [..., h], weight: [v, h], targets: [...] int64; rows whose target is `ignore_index` do not count.
-    chunk_rows: rows of logits at a time, by `chunk_size` where None. reduction: "mean" over the rows that count, or
-    "sum", for micro-batches and ranks, which divide by the count of all of them. hidden and weight have one dtype,
-    FP32, BF16 or FP16; under autocast they may differ, and the products are made in autocast's. Gradients come in each
-    one's own dtype. All rows ignored: NaN, with gradients of 0, as F.cross_entropy. A target that is neither a word nor
-    ignore_index makes the loss NaN, and gradients too: an error would have to wait for the device. A second backward of
-    the same loss raises RuntimeError, since the first one scales the gradients in place; there is no gradient of the
-    gradient (create_graph).
+    chunk_rows: rows of logits at a time; None: `chunk_size`. reduction: "mean" over the rows that count, or "sum", for
+    micro-batches and ranks, which divide by the count of all of them. hidden and weight have one dtype, FP32, BF16 or
+    FP16; under autocast they may differ, and the matmuls run in autocast's dtype. Each gradient has the dtype of its
+    tensor. If all rows are ignored, the result is NaN, with gradients of 0, as in F.cross_entropy. A target that is
+    neither a word nor ignore_index makes the loss and the gradients NaN: an error would have to wait for the device. A
+    second backward of the same loss raises RuntimeError, since the first one scales the gradients in place; there are
+    no second derivatives (create_graph).
 
     Raises ValueError for shapes, dtypes or devices that do not fit together, for chunk_rows below 1, and for another
     reduction.
@@ -242,20 +240,20 @@ def linear_cross_entropy(
 
 
 class DeferredHead(nn.Linear):
-    """The head's weight without its product: the loss multiplies by it."""
+    """The head's weight without its matmul: the loss multiplies by it."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
 
 def defer_head(model: nn.Module) -> nn.Module:
-    """Let a `Transformer` return what its head would multiply, normed hidden states [b, s, h], in place; returns it.
+    """Let a `Transformer` return the input of its head, normalized hidden states [b, s, h], in place; return the model.
 
     The loss is `linear_cross_entropy(model(tokens), model.head.weight, targets)`. The weight is the same Parameter,
-    tied or not, and names in state_dict stay. Not for a head that is split over ranks (its loss is
-    `vocab_parallel_cross_entropy`), nor for one whose weight is gone when the model returns (`fully_shard`).
+    tied or not, and names in state_dict do not change. Not for a head that is split over ranks (its loss is
+    `vocab_parallel_cross_entropy`), nor for one whose weight is freed when the model returns (`fully_shard`).
 
-    Raises ValueError, and changes nothing, where there is no head, or one that is deferred or replaced already.
+    Raises ValueError, and changes nothing, if there is no head, or if it is deferred or replaced already.
     """
     need_transformer(model, "defer_head", "linear_cross_entropy(hidden, weight, targets) works with any head")
     head = model.head

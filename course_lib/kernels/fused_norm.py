@@ -1,26 +1,27 @@
-"""RMSNorm with the residual's addition, in one pass forward and one backward, keeping one number a row.
+"""RMSNorm with the residual's addition, in one pass forward and one backward, keeping one number per row.
 
     s = x + residual        r = 1 / sqrt(mean(s²) + eps)        y_i = s_i r w_i
 
-    with n = s r and g = dy w:      ds_i = r (g_i - n_i mean(g n)) + (what arrives at s itself)        dw = Σ_rows dy n
+    with n = s r and g = dy w:      ds_i = r (g_i - n_i mean(g n)) + (the gradient of s itself)        dw = Σ_rows dy n
 
-x and residual enter only as their sum, so ds is the gradient of both. Eager PyTorch makes s in one kernel and y in
+x and residual enter only as their sum, so ds is the gradient of both. Eager PyTorch computes s in one kernel and y in
 another, and adds the two gradients of s in a third. Here a row of s stays in registers from the first load to the last
-store. Elements moved, n = b s h in each tensor; forward_bytes has it in bytes, with the small rest (r, the weight):
+store. Elements moved, with n = b s h in each tensor; forward_bytes returns bytes, including the small remainder (r, the
+weight):
 
                              forward                                  backward                                 kept
     here, without residual   x -> y                          2 n      dy, s -> dx                     3 n      x, r
     here, with residual      x, residual -> s, y             4 n      dy, s, ds -> dx                 4 n      s, r
     eager, with residual     x, residual -> s; s -> y        5 n      dy, s -> dx; dx, ds -> dx       6 n      s, r
 
-The sum is rounded once to its own type, and the norm is that of the rounded sum: backward reads the same numbers. All
-else is float32, rounded at the store.
+The sum is rounded once to its own dtype, and the norm is that of the rounded sum: backward reads the same values.
+Everything else is float32, rounded at the store.
 
-dw is a sum over rows that different programs hold. Atomic additions would make it differ from run to run, so each of a
-fixed number of programs adds up every so-many-th row in registers and writes one partial row of float32; a second, tiny
-kernel adds these in a fixed order and rounds to the weight's type (torch.sum and a cast would be two launches). Written
-and read, the partial rows of P programs are 8 P h bytes; with P one to four for each multiprocessor they stay in L2.
-The kernels are those of `norm_kernels`.
+dw is a sum over rows that different programs hold. Atomic additions would make it differ from run to run, so each of P
+programs sums every P-th tile of rows in registers and writes one partial row in float32; a second, tiny kernel adds
+these in a fixed order and rounds to the weight's dtype (torch.sum and a cast would be two launches). Written and read,
+the partial rows of P programs are 8 P h bytes; with P one to four per multiprocessor they stay in L2. The kernels are
+in `norm_kernels`.
 
 Zhang and Sennrich 2019, "Root Mean Square Layer Normalization"; Hsu et al. 2024, "Liger Kernel", §3.2 (RMSNorm).
 """
@@ -42,18 +43,19 @@ from course_lib.kernels.rows import as_rows, shape_of_work
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INTERPRETED_PROGRAMS = 3  # the interpreter runs one program at a time; a few show that their parts add up
-BYTES_IN_FLIGHT = 40 * 1024  # a multiprocessor; 29 KB are 4.8 TB/s for 0.8 us on one of 132 (Little)
+BYTES_IN_FLIGHT = 40 * 1024  # per multiprocessor; 29 KB are 4.8 TB/s for 0.8 us on each of 132 (Little)
 
 
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """RMSNorm of x: y; with a residual, of x + residual: (y, x + residual). x, residual: [..., h]; weight: [h].
+    """Return the RMSNorm of x: y; with a residual, of x + residual: (y, x + residual). x, residual: [..., h]; weight:
+    [h].
 
-    As in eager code, x + residual is of the type that x and residual promote to (autocast gives a bfloat16 x and a
-    float32 residual, say), and y is of that type, whatever the weight's. Both are contiguous. Any strides will do; a
-    copy is made first only where rows are not contiguous or not one stride apart. Raises ValueError where shapes,
-    dtypes or devices do not fit.
+    As in eager code, x + residual has the dtype that x and residual promote to (autocast gives a bfloat16 x and a
+    float32 residual, say), and y has that dtype, whatever the weight's. Both are contiguous. Any strides are allowed; a
+    copy is made first only if rows are not contiguous or not one stride apart. Raises ValueError if shapes, dtypes or
+    devices do not fit.
     """
     given = {"x": x, "weight": weight} | ({} if residual is None else {"residual": residual})
     if x.dim() == 0 or weight.shape != x.shape[-1:] or weight.numel() == 0:
@@ -72,7 +74,8 @@ def rms_norm(
 
 
 def forward_bytes(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None = None) -> int:
-    """Bytes that rms_norm(x, weight, eps, residual) moves: each tensor once. n elements in h columns, e bytes each:
+    """Return the bytes that rms_norm(x, weight, eps, residual) moves: each tensor once. With n elements in h columns, e
+    bytes each:
 
     2 n e_x + h e_weight + 4 n / h, or with a residual n (e_x + e_residual + 2 e_sum) + h e_weight + 4 n / h.
     """
@@ -87,7 +90,7 @@ def sum_dtype(x: torch.Tensor, residual: torch.Tensor) -> torch.dtype:
 
 
 class FusedRMSNorm(nn.RMSNorm):
-    """nn.RMSNorm over the last dimension by `rms_norm`; `forward(x, residual)` returns (y, x + residual) as well.
+    """nn.RMSNorm over the last dimension, computed by `rms_norm`; `forward(x, residual)` returns (y, x + residual).
 
     Raises ValueError for more than one normalized dimension, or without a weight.
     """
@@ -98,34 +101,36 @@ class FusedRMSNorm(nn.RMSNorm):
             raise ValueError(f"FusedRMSNorm normalizes one dimension and has a weight; got {self.extra_repr()}")
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None):
-        eps = torch.finfo(torch.float32).eps if self.eps is None else self.eps  # the type of the arithmetic, as PyTorch
+        # The default is that of the arithmetic's dtype, as in PyTorch.
+        eps = torch.finfo(torch.float32).eps if self.eps is None else self.eps
         return rms_norm(x, self.weight, eps, residual)
 
 
 def backward_resources(device: torch.device, tiles: int, num_warps: int, tile_bytes: int) -> tuple[int, int]:
-    """Programs of the backward pass, and its num_stages.
+    """Return the number of programs of the backward pass, and num_stages.
 
-    16 warps on a multiprocessor fill its registers (some 110 a thread), so there is one wave of programs, and none
-    without work. Of the next tiles of dy, s and ds, `tile_bytes` each, as many are on their way as keep memory busy
-    and as shared memory holds; the one at work is a stage, too.
+    16 warps fill a multiprocessor's registers (some 110 per thread), so there is one wave of programs, each with work.
+    As many of the next tiles of dy, s and ds, `tile_bytes` each, are loaded ahead as keep memory busy and fit in shared
+    memory; the current tile is a stage, too.
     """
     if device.type == "cpu":
         return min(tiles, INTERPRETED_PROGRAMS), 1
     gpu = torch.cuda.get_device_properties(device)
-    shared_bytes = getattr(gpu, "shared_memory_per_block_optin", 64 * 1024)  # AMD's do not say, and have 64 KiB
+    # AMD GPUs do not report it, and have 64 KiB.
+    shared_bytes = getattr(gpu, "shared_memory_per_block_optin", 64 * 1024)
     on_one = max(1, 16 // num_warps)
-    fits = (shared_bytes // on_one - 1024) // tile_bytes  # the sums over a row take some
+    fits = (shared_bytes // on_one - 1024) // tile_bytes  # minus memory for the sums over a row
     wanted = triton.cdiv(BYTES_IN_FLIGHT, on_one * tile_bytes)
     return min(tiles, gpu.multi_processor_count * on_one), 1 + min(wanted, fits)
 
 
 def outputs(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """y: [..., h] as x, contiguous; rstd: [rows] float32."""
+    """Return memory for y: [..., h] like x, contiguous; and for rstd: [rows] float32."""
     return x.new_empty(x.shape), x.new_empty(x.shape[:-1].numel(), dtype=torch.float32)
 
 
 def outputs_with_sum(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """y and the sum: [..., h], contiguous; rstd: [rows] float32."""
+    """Return memory for y and the sum: [..., h], contiguous; and for rstd: [rows] float32."""
     summed = x.new_empty(x.shape, dtype=sum_dtype(x, residual))
     y, rstd = outputs(summed)
     return y, summed, rstd
@@ -154,7 +159,7 @@ def launch_forward(x, residual, weight, y, summed, rstd, eps: float) -> None:
 
 @torch.library.custom_op("course::rms_norm", mutates_args=())
 def normalize(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """y and rstd of x."""
+    """Return y and rstd of x."""
     y, rstd = outputs(x)
     launch_forward(x, None, weight, y, None, rstd, eps)
     return y, rstd
@@ -164,7 +169,7 @@ def normalize(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.
 def add_and_normalize(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """y, x + residual, and rstd."""
+    """Return y, x + residual, and rstd."""
     y, summed, rstd = outputs_with_sum(x, residual)
     launch_forward(x, residual, weight, y, summed, rstd, eps)
     return y, summed, rstd
@@ -174,7 +179,7 @@ def add_and_normalize(
 def norm_backward(
     dy: torch.Tensor, dsum: torch.Tensor | None, summed: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """dx (of the sum's type; also the residual's gradient) and dweight."""
+    """Return dx (in the sum's dtype; also the residual's gradient) and dweight."""
     dx, dweight = summed.new_empty(summed.shape), weight.new_empty(weight.shape)
     if dx.numel() == 0:
         return dx, dweight.zero_()

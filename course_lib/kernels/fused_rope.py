@@ -1,19 +1,19 @@
-"""RoPE in one pass: each program turns all heads of one token, so that the token's angles are read once.
+"""RoPE in one pass: each program rotates all heads of one token, so that the token's angles are read once.
 
-Each pair (x_i, x_{i + d/2}) of a head is turned by the angle p theta^(-2i/d) of its position p:
+Each pair (x_i, x_{i + d/2}) of a head is rotated by the angle p theta^(-2i/d) of its position p:
 
-    y_i       = x_i cos - x_{i+d/2} sin            y = R x, and R is orthogonal: R^-1 = R^T is the turn by minus the
+    y_i       = x_i cos - x_{i+d/2} sin            y = R x, and R is orthogonal: R^-1 = R^T rotates by minus the
     y_{i+d/2} = x_{i+d/2} cos + x_i sin            angle. So dL/dx = R^T dL/dy is the same kernel with -sin.
 
 In elements moved, with n = b s a d (cos and sin are d for each token, 1/a of x, and shared by all heads of it):
 
                   forward                                            backward                          kept
     this module   x -> y                                   2 n       dy -> dx                2 n       cos, sin
-    apply_rope    four half products 4 n, their sum and              the same in reverse,              cos, sin
+    apply_rope    four products of halves 4 n, sum and               the same in reverse,              cos, sin
                   difference 3 n, cat 2 n                  9 n       and a negation          10 n
 
-Neither x nor y is kept, since the turn is linear; cos and sin serve all layers. The arithmetic is float32, rounded
-once. x may be a strided view: q, or k, of one fused product [b, s, (a + 2 kv) d]. Su et al. 2021, "RoFormer", §3.4;
+Neither x nor y is kept, since the rotation is linear; cos and sin serve all layers. The arithmetic is float32, rounded
+once. x may be a strided view: q, or k, of one fused matmul [b, s, (a + 2 kv) d]. Su et al. 2021, "RoFormer", §3.4;
 pairs half a head apart as in Llama's Hugging Face code. Hsu et al. 2024, "Liger Kernel".
 """
 
@@ -26,17 +26,17 @@ import triton.language as tl
 from course_lib.kernels.rounding import cast, widen
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MOST_PAIRS = 4096  # turned at a time: in 8 warps 16 pairs a thread; a token of more goes through a loop
-WARP_PAIRS = 256  # 8 pairs a thread: of bfloat16 two loads and two stores of 16 bytes
+MOST_PAIRS = 4096  # rotated at a time: in 8 warps, 16 pairs per thread; a token with more pairs takes a loop
+WARP_PAIRS = 256  # 8 pairs per thread: in bfloat16 two loads and two stores of 16 bytes
 
 
 def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn each pair (i, i + d/2) of x: [b, s, a, d] by its angle; cos, sin: [s, d/2] or [b, s, d/2].
+    """Rotate each pair (i, i + d/2) of x: [b, s, a, d] by its angle; cos, sin: [s, d/2] or [b, s, d/2].
 
-    Any strides; only where the last axis is not contiguous is a copy made first. Returns [b, s, a, d], contiguous, in
-    the dtype of x * cos: that of x where all are alike, float32 for bfloat16 x (a linear layer's, under autocast) with
-    float32 angles. Raises ValueError for other shapes, dtypes besides bfloat16, float16 and float32, several devices,
-    and for angles that require a gradient: there is none.
+    Any strides are allowed; a copy is made first only if the last axis is not contiguous. Returns [b, s, a, d],
+    contiguous, in the dtype of x * cos: that of x if all are alike, float32 for bfloat16 x (a linear layer's, under
+    autocast) with float32 angles. Raises ValueError for other shapes, dtypes other than bfloat16, float16 and float32,
+    several devices, and for angles that require a gradient, which is not computed.
     """
     if x.dim() != 4 or x.shape[3] % 2:
         raise ValueError(f"x {list(x.shape)}: it is [b, s, a, d], d even")
@@ -54,7 +54,7 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"x is on {x.device}, cos on {cos.device}, sin on {sin.device}")
     if cos.requires_grad or sin.requires_grad:
         raise ValueError("cos or sin requires a gradient; positions have none")
-    return turn(x, cos, sin, False, x.dtype if x.dtype == cos.dtype else torch.float32)
+    return rotate(x, cos, sin, False, x.dtype if x.dtype == cos.dtype else torch.float32)
 
 
 @triton.jit
@@ -68,15 +68,15 @@ def rope_kernel(
     x_batch,  # strides of x
     x_position,
     x_head,
-    angle_batch,  # strides of cos and of sin; 0 where all of a batch share positions
+    angle_batch,  # strides of cos and of sin; 0 if all sequences of a batch share positions
     angle_position,
     HALF: tl.constexpr,  # d / 2
-    PAIRS: tl.constexpr,  # the power of 2 from HALF on
+    PAIRS: tl.constexpr,  # HALF rounded up to a power of 2
     HEADS: tl.constexpr,  # heads at a time
-    BACKWARDS: tl.constexpr,  # by minus the angle
+    BACKWARDS: tl.constexpr,  # rotate by minus the angle
 ):
-    """Turn all heads of one token. out: [b, s, a, d], contiguous."""
-    token = tl.program_id(0).to(tl.int64)  # times a stride it may pass 2^31
+    """Rotate all heads of one token. out: [b, s, a, d], contiguous."""
+    token = tl.program_id(0).to(tl.int64)  # times a stride it may exceed 2^31
     batch, position = token // positions, token % positions
     pair = tl.arange(0, PAIRS)
     inside = pair < HALF
@@ -99,8 +99,8 @@ def rope_kernel(
 
 
 @torch.library.custom_op("course::rope", mutates_args=())
-def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, backwards: bool, dtype: torch.dtype) -> torch.Tensor:
-    """See rope. backwards: by minus the angle; dtype: of the result."""
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, backwards: bool, dtype: torch.dtype) -> torch.Tensor:
+    """Compute rope. backwards: rotate by minus the angle; dtype: that of the result."""
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     if out.numel():
         x, cos, sin = (each if each.stride(-1) == 1 else each.contiguous() for each in (x, cos, sin))
@@ -120,7 +120,7 @@ def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, backwards: bool,
     return out
 
 
-@turn.register_fake
+@rotate.register_fake
 def _(x, cos, sin, backwards, dtype):
     return torch.empty(x.shape, dtype=dtype, device=x.device)
 
@@ -132,10 +132,10 @@ def keep(ctx, inputs, output):
     ctx.save_for_backward(cos, sin)
 
 
-def turn_back(ctx, grad):
-    """The gradient of x, in its dtype; none of the angles."""
+def rotation_gradient(ctx, grad):
+    """Return the gradient of x, in its dtype; angles have none."""
     cos, sin = ctx.saved_tensors
-    return turn(grad, cos, sin, not ctx.backwards, ctx.dtype), None, None, None, None
+    return rotate(grad, cos, sin, not ctx.backwards, ctx.dtype), None, None, None, None
 
 
-turn.register_autograd(turn_back, setup_context=keep)
+rotate.register_autograd(rotation_gradient, setup_context=keep)

@@ -7,13 +7,13 @@ difference (n read, n written), its exponential (2 n), their sum (n), the quotie
 the registers of one program is read once and written once: 2 n forward, and 3 n backward (y, dy -> dx). Kept for
 backward: y alone.
 
-A longer row needs two passes, not three. While the blocks go by, the maximum so far, m, may grow to m'; the sum so far
-is then put right by a factor (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"):
+A longer row needs two passes, not three. While blocks are read, the running maximum m may grow to m'; the running sum
+is then rescaled (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"):
 
     sum' = sum exp(m - m') + Σ_(j in block) exp(x_j - m')
 
-The second pass reads the row again, from L2 where it fits, and writes y. FlashAttention is this sum, with a product of
-matrices behind it. The arithmetic is float32, rounded at the store.
+The second pass reads the row again, from L2 if it fits, and writes y. FlashAttention is this sum, followed by a matmul.
+The arithmetic is float32, rounded at the store.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ SOFTMAX_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def softmax(x: torch.Tensor) -> torch.Tensor:
-    """Softmax over the last dimension. x: [..., columns], any strides; the result is contiguous.
+    """Return the softmax over the last dimension. x: [..., columns], any strides; the result is contiguous.
 
-    Of x's type, and under a GPU's autocast float32, both as F.softmax: the kernel stores it so, without a pass for the
-    cast. A row of -inf, or one with inf or NaN, becomes NaN. Where rows are not contiguous or not one stride apart, a
-    copy is made first. Raises ValueError unless x has a dimension and is float32, bfloat16 or float16.
+    The result has x's dtype, or float32 under a GPU's autocast, both as in F.softmax: the kernel stores that dtype
+    directly, without a pass for the cast. A row of -inf, or one with inf or NaN, becomes NaN. If rows are not
+    contiguous or not one stride apart, a copy is made first. Raises ValueError unless x has a dimension and is float32,
+    bfloat16 or float16.
     """
     if x.dim() == 0 or x.dtype not in SOFTMAX_DTYPES:
         raise ValueError(f"x is {x.dtype} {list(x.shape)}: expected float32, bfloat16 or float16 [..., columns]")
@@ -61,7 +62,7 @@ def softmax_forward_kernel(x, y, x_stride, rows, columns, ROWS: tl.constexpr, BL
 
 @triton.jit
 def softmax_long_forward_kernel(x, y, x_stride, columns, BLOCK: tl.constexpr):
-    """One row, in blocks: first its maximum and its sum, then y."""
+    """Compute one row, in blocks: first its maximum and its sum, then y."""
     row = tl.program_id(0).to(tl.int64)
     highest = tl.max(tl.full([BLOCK], float("-inf"), tl.float32), axis=0)
     total = tl.zeros([BLOCK], tl.float32)  # a sum for each lane, so that a block costs one reduction and not two
@@ -69,7 +70,7 @@ def softmax_long_forward_kernel(x, y, x_stride, columns, BLOCK: tl.constexpr):
         column = start + tl.arange(0, BLOCK)
         logits = widen(tl.load(x + row * x_stride + column, mask=column < columns, other=float("-inf")))
         higher = tl.maximum(highest, tl.max(logits, axis=0))
-        base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing but -inf so far: exp(-inf - 0) is 0, not NaN
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # only -inf so far: exp(-inf - 0) is 0, not NaN
         total = total * tl.exp(highest - base) + tl.exp(logits - base)
         highest = higher
     scale = 1 / tl.sum(total, axis=0)
@@ -82,7 +83,7 @@ def softmax_long_forward_kernel(x, y, x_stride, columns, BLOCK: tl.constexpr):
 
 @triton.jit
 def softmax_backward_kernel(dy, y, dx, dy_stride, rows, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """ROWS whole rows. dy: rows a stride apart; y, dx: contiguous rows."""
+    """Compute dx of ROWS full rows. dy: rows a stride apart; y, dx: contiguous rows."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < columns)
@@ -94,7 +95,7 @@ def softmax_backward_kernel(dy, y, dx, dy_stride, rows, columns, ROWS: tl.conste
 
 @triton.jit
 def softmax_long_backward_kernel(dy, y, dx, dy_stride, columns, BLOCK: tl.constexpr):
-    """One row, in blocks: first the sum of dy y, then dx."""
+    """Compute dx of one row, in blocks: first the sum of dy y, then dx."""
     row = tl.program_id(0).to(tl.int64)
     partial_sums = tl.zeros([BLOCK], tl.float32)
     for start in range(0, columns, BLOCK):
@@ -112,7 +113,7 @@ def softmax_long_backward_kernel(dy, y, dx, dy_stride, columns, BLOCK: tl.conste
 
 @torch.library.custom_op("course::softmax", mutates_args=())
 def softmax_forward(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Softmax of x: [..., columns], as `dtype`."""
+    """Return the softmax of x: [..., columns], as `dtype`."""
     y = x.new_empty(x.shape, dtype=dtype)
     if y.numel() == 0:
         return y
@@ -131,7 +132,7 @@ def softmax_forward(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @torch.library.custom_op("course::softmax_backward", mutates_args=())
 def softmax_backward(dy: torch.Tensor, y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """dx as `dtype`, the type of x."""
+    """Return dx as `dtype`, the dtype of x."""
     dx = y.new_empty(y.shape, dtype=dtype)
     if dx.numel() == 0:
         return dx

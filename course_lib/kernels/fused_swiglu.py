@@ -1,20 +1,20 @@
-"""SwiGLU in one pass: silu(gate) * up reads what it needs once, writes what is asked for, and keeps only its inputs.
+"""SwiGLU in one pass: silu(gate) * up reads its inputs once, writes its result once, and keeps only its inputs.
 
     y = silu(g) u = g s u                          s = sigmoid(g) = 1 / (1 + exp(-g))
     dL/du = (dL/dy) g s                            dL/dg = (dL/dy) u s (1 + g (1 - s))
 
-A GPU does this arithmetic in no time, and waits for memory: an H100 could do 80 operations while it moves one float32
-(67 TFLOP/s, 3.35 TB/s). So what counts is elements moved. With n = b s f, in elements:
+This arithmetic takes a GPU almost no time; it waits for memory: an H100 could do 80 operations while it moves one
+float32 (67 TFLOP/s, 3.35 TB/s). So only elements moved count. With n = b s f, in elements:
 
                      forward                                     backward                                   kept
     this module      g, u -> y                        3 n        dy, g, u -> dg, du              5 n        g, u: 2 n
     F.silu(g) * u    g -> silu; silu, u -> y          5 n        dy, u -> dsilu; dy, silu -> du;            g, silu, u:
                                                                  dsilu, g -> dg                  9 n        3 n
 
-silu(g) is cheaper to compute again than to read again. Sums and products are float32 and rounded once, at the store;
+silu(g) is cheaper to recompute than to read. Sums and products are float32 and rounded once, at the store;
 eager code rounds silu(g) too.
 
-gate and up may be the two halves of one product x [W_gate, W_up]: their rows are then 2 f apart, and the kernel takes a
+gate and up may be the two halves of one matmul x [W_gate, W_up]: their rows are then 2 f apart, and the kernel takes a
 stride for each. Shazeer 2020, "GLU Variants Improve Transformer"; Hsu et al. 2024, "Liger Kernel".
 """
 
@@ -28,15 +28,15 @@ from course_lib.kernels.rounding import cast, widen
 from course_lib.kernels.rows import as_rows
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-BLOCK = 1024  # elements a program: with 128 threads 8 each, which are 16 bytes of bfloat16, the widest load there is
+BLOCK = 1024  # elements per program: 8 in each of 128 threads, which are 16 bytes of bfloat16, the widest load
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up, each [..., f] with any strides; contiguous, in their dtype.
+    """Return silu(gate) * up, contiguous, in their dtype; each [..., f] with any strides.
 
-    A copy is made first only where the last axis is not contiguous, or where the others are not one stride apart, as
-    those of x.transpose(0, 1) are not. Raises ValueError unless gate and up are alike in shape, dtype (bfloat16,
-    float16, float32; under autocast both come out of a linear layer, alike) and device.
+    A copy is made first only if the last axis is not contiguous, or the others are not one stride apart, as in
+    x.transpose(0, 1). Raises ValueError unless gate and up have the same shape, dtype (bfloat16, float16, float32;
+    under autocast both come from a linear layer, in one dtype) and device.
     """
     if gate.shape != up.shape or gate.dim() == 0:
         raise ValueError(f"gate {list(gate.shape)} and up {list(up.shape)}: both are [..., f], of one shape")
@@ -49,9 +49,9 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def swiglu_forward_kernel(gate, up, out, gate_stride, up_stride, columns, blocks, BLOCK: tl.constexpr):
-    """One block of one row. gate, up: rows of `columns` elements, a stride apart; out: contiguous rows."""
+    """Compute one block of one row. gate, up: rows of `columns` elements, a stride apart; out: contiguous rows."""
     program = tl.program_id(0)
-    row = (program // blocks).to(tl.int64)  # times a stride it may pass 2^31
+    row = (program // blocks).to(tl.int64)  # times a stride it may exceed 2^31
     column = program % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
     g = widen(tl.load(gate + row * gate_stride + column, mask=inside))
@@ -64,7 +64,7 @@ def swiglu_forward_kernel(gate, up, out, gate_stride, up_stride, columns, blocks
 def swiglu_backward_kernel(
     grad, gate, up, grad_gate, grad_up, grad_stride, gate_stride, up_stride, columns, blocks, BLOCK: tl.constexpr
 ):
-    """Both gradients of one block of one row. grad_gate, grad_up: contiguous rows; the others a stride apart."""
+    """Compute both gradients of one block of one row. grad_gate, grad_up: contiguous rows; others: a stride."""
     program = tl.program_id(0)
     row = (program // blocks).to(tl.int64)
     column = program % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -81,7 +81,7 @@ def swiglu_backward_kernel(
 
 @torch.library.custom_op("course::swiglu", mutates_args=())
 def swiglu_forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """See swiglu."""
+    """Compute swiglu."""
     out = torch.empty_like(gate, memory_format=torch.contiguous_format)
     if out.numel():
         gate, up = as_rows(gate), as_rows(up)
@@ -96,7 +96,7 @@ def swiglu_forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 @torch.library.custom_op("course::swiglu_backward", mutates_args=())
 def swiglu_backward(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of gate and of up: [..., f], contiguous, from that of swiglu(gate, up)."""
+    """Return the gradients of gate and of up: [..., f], contiguous, from that of swiglu(gate, up)."""
     grad_gate = torch.empty_like(gate, memory_format=torch.contiguous_format)
     grad_up = torch.empty_like(grad_gate)
     if grad.numel():

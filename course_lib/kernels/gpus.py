@@ -1,19 +1,19 @@
-"""A GPU as a model that runs: how blocks are fitted onto it, and how much must be in flight to keep its memory busy.
+"""A runnable model of a GPU: how blocks fit onto it, and how many bytes must be in flight to keep its memory busy.
 
-A GPU is a row of streaming multiprocessors (SMs); an H100 has 132. An SM runs warps, 32 threads in lockstep each, and
-switches to another warp whenever one waits: that is how it hides the latency of memory, so it wants many. A kernel is
-a grid of blocks. A block lives on one SM from start to end, and takes of it, for all its time, warps, registers and
-shared memory. Occupancy is the share of an SM's warps that live there at once:
+A GPU is a row of streaming multiprocessors (SMs); an H100 has 132. An SM runs warps of 32 threads in lockstep, and
+switches to another warp whenever one waits: this hides the latency of memory, so an SM needs many warps. A kernel is a
+grid of blocks. A block lives on one SM from start to end, and occupies warps, registers and shared memory of the SM for
+all that time. Occupancy is the share of an SM's warps that are resident at once:
 
     warps of a block       = ceil(threads / 32)
     registers of a warp    = ceil(32 x registers of a thread / 256) x 256
     blocks by registers    = 4 x floor(65536 / 4 / registers of a warp) // warps of a block   (each quarter has its own)
-    shared memory of block = ceil((bytes + 1024 that CUDA keeps) / 128) x 128
-    blocks on an SM        = the least of what warps, blocks, registers and shared memory allow
+    shared memory of block = ceil((bytes + 1024 reserved by CUDA) / 128) x 128
+    blocks on an SM        = the minimum over the limits of warps, blocks, registers and shared memory
 
-(cuda_occupancy.h of the CUDA toolkit.) Blocks that find no room wait. A grid runs in waves of SMs x blocks on an SM;
-one block more than a wave takes as long as a second wave. Memory that answers after `latency` delivers its bandwidth
-only while bandwidth x latency bytes are asked for (Little's law; Volkov 2016, "Understanding Latency Hiding on GPUs").
+(cuda_occupancy.h of the CUDA toolkit.) Blocks that do not fit wait. A grid runs in waves of SMs x blocks per SM; one
+block more than a wave takes as long as a second wave. Memory with a given latency delivers its bandwidth only while
+bandwidth x latency bytes are in flight (Little's law; Volkov 2016, "Understanding Latency Hiding on GPUs").
 
     occupancy(GPUS["H100"], threads_per_block=256, registers_per_thread=64)    # 4 blocks, half the warps: registers
     waves(GPUS["H100"], blocks=600, blocks_per_sm=4)                           # 2 waves, the second 14% full
@@ -40,7 +40,7 @@ class GPU:
     name: str
     compute_capability: tuple[int, int]
     sms: int
-    cores_per_sm: int  # each one float32 multiply-add a clock
+    cores_per_sm: int  # each one float32 multiply-add per clock
     threads_per_block: int  # at most
     warps_per_sm: int
     blocks_per_sm: int
@@ -50,8 +50,8 @@ class GPU:
     sub_partitions: int  # of an SM: each has its own scheduler, and its part of the registers
     l1_bytes_per_sm: int  # L1 and shared memory together
     shared_bytes_per_sm: int
-    shared_bytes_per_block: int  # at most, for a kernel that asks for more than the 48 KiB that all have
-    reserved_shared_bytes: int  # of every block, by CUDA
+    shared_bytes_per_block: int  # at most, for a kernel that requests more than the default 48 KiB
+    reserved_shared_bytes: int  # of every block, for CUDA
     shared_granularity: int
     shared_bytes_per_clock: int  # of an SM
     l2_bytes: int
@@ -107,31 +107,37 @@ def load_gpus() -> dict[str, GPU]:
 GPUS = load_gpus()
 
 
-def size_words(size: float) -> str:
-    """Bytes in the largest unit of which there is one or more."""
+def format_size(size: float) -> str:
+    """Return bytes in the largest unit of which there is at least one."""
     power = min(int(math.log2(size) // 10), 3)
     return f"{size / 2 ** (10 * power):,.4g} {('bytes', 'KiB', 'MiB', 'GiB')[power]}"
 
 
 def draw_memory_hierarchy(ax, gpu: GPU) -> None:
-    """Registers, shared memory and L1, L2, HBM as a pyramid: size of one and of all, bandwidth of all, and who sees it.
+    """Draw registers, shared memory and L1, L2, HBM as a pyramid: the size of one and of all, the bandwidth of all, and
+    the scope.
 
-    Shared memory's bandwidth is its banks' at the highest clock; L2's is left out where it isn't published.
+    Shared memory's bandwidth is that of its banks at the highest clock; L2's is omitted if it is not published.
     """
     registers, tb = 4 * gpu.registers_per_sm, 1e12
     l2 = gpu.l2_bytes_per_clock and f"{gpu.l2_bytes_per_clock * gpu.clock_hz / tb:,.1f} TB/s"
     shared = gpu.shared_bytes_per_clock * gpu.sms * gpu.clock_hz / tb
     each = f"{{}} an SM, {{}} on {gpu.sms} SMs"
     levels = [
-        ("registers", each.format(size_words(registers), size_words(registers * gpu.sms)), None, "each thread its own"),
+        (
+            "registers",
+            each.format(format_size(registers), format_size(registers * gpu.sms)),
+            None,
+            "each thread its own",
+        ),
         (
             "shared memory and L1",
-            each.format(size_words(gpu.l1_bytes_per_sm), size_words(gpu.l1_bytes_per_sm * gpu.sms)),
+            each.format(format_size(gpu.l1_bytes_per_sm), format_size(gpu.l1_bytes_per_sm * gpu.sms)),
             f"{shared:,.1f} TB/s",
             "shared by a block, L1 by an SM",
         ),
-        ("L2 cache", size_words(gpu.l2_bytes), l2, "shared by all SMs"),
-        ("HBM", size_words(gpu.memory_bytes), f"{gpu.bytes_per_s / tb:,.2f} TB/s", "all SMs, and the host"),
+        ("L2 cache", format_size(gpu.l2_bytes), l2, "shared by all SMs"),
+        ("HBM", format_size(gpu.memory_bytes), f"{gpu.bytes_per_s / tb:,.2f} TB/s", "all SMs, and the host"),
     ]
     colors = ("#C44E52", "#DD8452", "#55A868", "#4C72B0")
     for row, ((name, size, bandwidth, scope), color) in enumerate(zip(levels, colors, strict=True)):
@@ -149,8 +155,8 @@ def draw_memory_hierarchy(ax, gpu: GPU) -> None:
 
 @dataclass(frozen=True)
 class Occupancy:
-    """How much of an SM a kernel fills. limited_by: each of warps, blocks, registers, shared memory that would have to
-    grow, or be used less, for one more block.
+    """The occupancy of an SM by a kernel. limited_by: each of warps, blocks, registers, shared memory that would have
+    to grow, or be used less, for one more block.
     """
 
     blocks_per_sm: int
@@ -160,15 +166,15 @@ class Occupancy:
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The next multiple, or the value itself where it is one."""
+    """Return the smallest multiple that is not below the value."""
     return -(-value // multiple) * multiple
 
 
 def blocks_by_registers(gpu: GPU, warps: int, registers_per_thread: int) -> int:
-    """How many blocks of `warps` warps an SM's registers allow. 0 where not even one starts.
+    """Return how many blocks of `warps` warps an SM's registers allow; 0 if not even one starts.
 
-    A warp lives in one of the SM's quarters and has its registers there, so what a quarter has left over is lost. The
-    check at the start of a block counts as if all quarters took equally many of its warps.
+    A warp lives in one of the SM's quarters and has its registers there, so the remainder of a quarter is lost. The
+    check at the start of a block counts as if its warps were spread evenly over the quarters.
     """
     of_warp = round_up(WARP * registers_per_thread, gpu.register_granularity)
     if of_warp * round_up(warps, gpu.sub_partitions) > gpu.registers_per_sm:
@@ -205,7 +211,7 @@ def occupancy(gpu: GPU, threads_per_block: int, registers_per_thread: int, share
 
 
 def draw_occupancy(ax, gpu: GPU, threads_per_block: int | Sequence[int] = 256, shared_bytes: int = 0) -> None:
-    """Occupancy against registers of a thread, a staircase for each block size."""
+    """Draw occupancy against registers per thread, a staircase for each block size."""
     sizes = [threads_per_block] if isinstance(threads_per_block, int) else threads_per_block
     registers = range(16, gpu.max_registers_per_thread + 1)
     for threads in sizes:
@@ -216,7 +222,7 @@ def draw_occupancy(ax, gpu: GPU, threads_per_block: int | Sequence[int] = 256, s
     ax.set_ylabel("occupancy, % of an SM's warps", fontsize=8.5)
     ax.set_xticks([16, *range(32, 256, 32), 255])
     ax.tick_params(labelsize=8)
-    shared = f", {size_words(shared_bytes)} of shared memory a block" if shared_bytes else ""
+    shared = f", {format_size(shared_bytes)} of shared memory a block" if shared_bytes else ""
     ax.set_title(f"{gpu.name}{shared}", fontsize=10)
     ax.legend(frameon=False, fontsize=8, title="a block of", title_fontsize=8)
     ax.spines[["top", "right"]].set_visible(False)
@@ -224,16 +230,16 @@ def draw_occupancy(ax, gpu: GPU, threads_per_block: int | Sequence[int] = 256, s
 
 @dataclass(frozen=True)
 class Waves:
-    """How a grid is worked off. Blocks of equal length start together and end together."""
+    """The waves of a grid. Blocks of equal length start and end at the same time."""
 
     count: int
-    tail: float  # how much of the last wave is busy, 0 to 1
-    efficiency: float  # how much of all waves: the mean
+    tail: float  # the busy fraction of the last wave, 0 to 1
+    efficiency: float  # the mean over all waves
 
 
 def waves(gpu: GPU, blocks: int, blocks_per_sm: int) -> Waves:
-    """In how many waves a grid of `blocks` blocks runs, `blocks_per_sm` of them on each SM at a time. Raises ValueError
-    where either is below 1.
+    """Return the waves in which a grid of `blocks` blocks runs, `blocks_per_sm` of them on each SM at a time. Raises
+    ValueError if either is below 1.
     """
     if blocks < 1 or blocks_per_sm < 1:
         raise ValueError(f"{blocks} blocks, {blocks_per_sm} on an SM: both are 1 or more")
@@ -243,8 +249,8 @@ def waves(gpu: GPU, blocks: int, blocks_per_sm: int) -> Waves:
 
 
 def bytes_in_flight(gpu: GPU, latency_s: float) -> float:
-    """Bytes that must have been asked for and not yet arrived, on the whole GPU, at every moment, for its memory to
-    deliver its bandwidth: bandwidth x latency (Little's law).
+    """Return the bytes that must be in flight on the full GPU at every moment for its memory to deliver its bandwidth:
+    bandwidth x latency (Little's law).
     """
     if not latency_s > 0:
         raise ValueError(f"a latency of {latency_s} s: it is above 0")
@@ -252,9 +258,9 @@ def bytes_in_flight(gpu: GPU, latency_s: float) -> float:
 
 
 def loads_per_thread(gpu: GPU, latency_s: float, fraction: float, load_bytes: int) -> float:
-    """How many loads each thread must have in flight for that, with this occupancy and so many bytes a load (4 for one
-    float32, 16 for the widest). Below 1 some threads may wait at any time; above, a thread must start loads before it
-    uses the first.
+    """Return how many loads each thread must have in flight to reach the bandwidth, with this occupancy and this number
+    of bytes per load (4 for one float32, 16 for the widest). Below 1 some threads may wait at any time; above, a thread
+    must start loads before it uses the first.
     """
     if not 0 < fraction <= 1:
         raise ValueError(f"an occupancy of {fraction}: it is above 0, and 1 at most")

@@ -1,11 +1,11 @@
-"""Matrix product in Triton: a program for each tile of c, tensor cores inside, programs ordered for the cache.
+"""Matrix multiplication in Triton: a program for each tile of c, tensor cores inside, programs ordered for the cache.
 
-A program holds one tile of c, [block_m, block_n], in registers and walks along k: it loads a tile of a and a tile of b,
-multiplies them on the tensor cores, and goes on. Shared memory, barriers, and the loads that run ahead of the products
-(num_stages) are the compiler's. FLOPs 2 m n k; elements loaded m n k (1/block_m + 1/block_n).
+A program holds one tile of c, [block_m, block_n], in registers and loops over k: it loads a tile of a and a tile of b,
+and multiplies them on the tensor cores. The compiler adds shared memory, barriers, and the loads that run ahead of the
+multiplications (num_stages). FLOPs 2 m n k; elements loaded m n k (1/block_m + 1/block_n).
 
-What is left to choose is the order of the programs. Those that run together should want the same rows of a and
-columns of b, so that the L2 cache delivers them once: `tile_of` goes down `group` rows before it moves a column on
+The order of the programs remains to be chosen. Programs that run at the same time should need the same rows of a and
+columns of b, so that the L2 cache loads them once: `tile_of` goes down `group` rows before it moves to the next column
 (Tillet, Kung, Cox 2019; Triton's tutorial on matrix multiplication).
 """
 
@@ -53,11 +53,11 @@ def matmul_kernel(
     a, b, c, m, n, k, a_row, a_column, b_row, b_column,
     block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr, group: tl.constexpr,
 ):  # fmt: skip
-    """One tile of c [m, n] = a [m, k] @ b [k, n]; a_row … are strides, c is contiguous."""
+    """Compute one tile of c [m, n] = a [m, k] @ b [k, n]; a_row … are strides, c is contiguous."""
     tile_m, tile_n = tile_of(tl.program_id(0), tl.cdiv(m, block_m), tl.cdiv(n, block_n), group)
     row = (tile_m * block_m + tl.arange(0, block_m))[:, None].to(tl.int64)
     column = (tile_n * block_n + tl.arange(0, block_n))[None, :].to(tl.int64)
-    inner, step = tl.arange(0, block_k), tl.full((), block_k, tl.int64)  # times a stride it may pass 2^31
+    inner, step = tl.arange(0, block_k), tl.full((), block_k, tl.int64)  # times a stride it may exceed 2^31
     at_a = a + row * a_row + inner.to(tl.int64)[None, :] * a_column
     at_b = b + inner.to(tl.int64)[:, None] * b_row + column * b_column
     total = tl.zeros((block_m, block_n), dtype=tl.float32)
@@ -71,8 +71,8 @@ def matmul_kernel(
 
 
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a [m, k] @ b [k, n], any strides, summed in float32; [m, n] in a's dtype. Raises ValueError where shapes,
-    dtypes or devices do not fit, and for inputs that want a gradient.
+    """Return a [m, k] @ b [k, n], any strides, summed in float32; [m, n] in a's dtype. Raises ValueError if shapes,
+    dtypes or devices do not fit, and for inputs that require a gradient.
     """
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0] or a.dtype != b.dtype or a.device != b.device:
         raise ValueError(
@@ -92,9 +92,9 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def strips_per_wave(tiles_m: int, tiles_n: int, group: int, running: int) -> float:
-    """Strips of a (a tile's rows, all of k) and of b that `running` programs want between them, mean over the waves:
-    what has to come from memory for them, if they run in lockstep and the L2 cache holds what one has fetched.
-    A model: programs start in the order of their numbers, in waves.
+    """Return the number of strips of a (a tile's rows, all of k) and of b that `running` programs need between them,
+    mean over the waves: what memory has to deliver if the programs run in lockstep and the L2 cache holds what one has
+    fetched. A model: programs start in the order of their indices, in waves.
     """
     wanted, waves = 0, 0
     for first in range(0, tiles_m * tiles_n, running):
@@ -107,7 +107,7 @@ def strips_per_wave(tiles_m: int, tiles_n: int, group: int, running: int) -> flo
 
 
 def tile_of_program(program: int, tiles_m: int, tiles_n: int, group: int) -> tuple[int, int]:
-    """`tile_of` in Python."""
+    """Compute `tile_of` in Python."""
     first = program // (group * tiles_n) * group
     rows = min(tiles_m - first, group)
     within = program % (group * tiles_n)

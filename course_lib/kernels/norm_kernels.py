@@ -2,15 +2,15 @@
 
     s = x + residual        r = 1 / sqrt(mean(s²) + eps)        y_i = s_i r w_i
 
-    with n = s r and g = dy w:      ds_i = r (g_i - n_i mean(g n)) + (what arrives at s itself)        dw = Σ_rows dy n
+    with n = s r and g = dy w:      ds_i = r (g_i - n_i mean(g n)) + (the gradient of s itself)        dw = Σ_rows dy n
 
-Forward, a program loads its rows, and everything up to the last store happens in its registers. Backward, the gradient
-of a row needs a sum over the row, and the weight's a sum over all rows. So few programs run, each over many rows: it
-adds its share of dw up in registers and stores it once, and while it works on one row the next one is being copied to
-shared memory (num_stages=2).
+Forward, a program loads its rows, and everything up to the last store happens in registers. Backward, the gradient of a
+row needs a sum over the row, and the weight's a sum over all rows. So few programs run, each over many rows: a program
+sums its share of dw in registers and stores it once, and while it works on one row the next one is copied to shared
+memory (num_stages=2).
 
-A long row (`rows` says how long) goes by in blocks, twice: once for the sum, once for the result, the second time from
-L2. There dw would not fit in registers either: a program's share of it lies in memory and grows row by row.
+A long row (see `rows`) is processed in blocks, twice: once for the sum, once for the result, the second time from L2.
+dw would not fit in registers either: a program accumulates its share in memory, row by row.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from course_lib.kernels.rounding import cast, widen
 
 @triton.jit
 def load_sum(x, residual, x_index, residual_index, inside, dtype: tl.constexpr):
-    """x + residual at these places as float32, rounded to `dtype` on the way; x alone where residual is None."""
+    """Load x + residual as float32, rounded to `dtype` on the way; x alone if residual is None."""
     s = widen(tl.load(x + x_index, mask=inside, other=0.0))
     if residual is not None:
         s = widen(cast(s + widen(tl.load(residual + residual_index, mask=inside, other=0.0)), dtype))
@@ -35,8 +35,10 @@ def norm_forward_kernel(
     x, residual, weight, y, summed, rstd, x_stride, residual_stride, rows, hidden, eps,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """ROWS whole rows. x, residual: rows a stride apart; y, summed: contiguous. residual and summed may be None."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # times a stride it may pass 2^31
+    """Normalize ROWS full rows. x, residual: rows a stride apart; y, summed: contiguous. residual and summed may be
+    None.
+    """
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # times a stride it may exceed 2^31
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows)[:, None] & (column < hidden)
     index = row[:, None] * hidden + column
@@ -45,7 +47,7 @@ def norm_forward_kernel(
     s = load_sum(x, residual, x_index, residual_index, inside, sum_dtype)
     if summed is not None:
         tl.store(summed + index, cast(s, sum_dtype), mask=inside)
-    w = widen(tl.load(weight + column, mask=column < hidden, other=0.0))  # under way while the rows are summed
+    w = widen(tl.load(weight + column, mask=column < hidden, other=0.0))  # loaded while the rows are summed
     r = tl.rsqrt(tl.sum(s * s, axis=1) / hidden + eps)
     tl.store(rstd + row, r, mask=row < rows)
     tl.store(y + index, cast(s * r[:, None] * w, y.dtype.element_ty), mask=inside)
@@ -86,7 +88,7 @@ def norm_backward_kernel(
 def long_norm_forward_kernel(
     x, residual, weight, y, summed, rstd, x_stride, residual_stride, hidden, eps, BLOCK: tl.constexpr
 ):
-    """One row, in blocks: first the mean of the squares, then y. Arguments as norm_forward_kernel's."""
+    """Normalize one row, in blocks: first the mean of the squares, then y. Arguments as norm_forward_kernel's."""
     row = tl.program_id(0).to(tl.int64)
     sum_dtype: tl.constexpr = x.dtype.element_ty if summed is None else summed.dtype.element_ty
     squares = tl.zeros([BLOCK], tl.float32)
@@ -135,12 +137,12 @@ def long_norm_backward_kernel(
             tl.store(dx + row * hidden + column, cast(ds, dx.dtype.element_ty), mask=inside)
             part = parts + program * hidden + column
             tl.store(part, tl.load(part, mask=inside, other=0.0) + upper * n, mask=inside)
-        tl.debug_barrier()  # the next row adds to what other threads of this program may have stored
+        tl.debug_barrier()  # the next row adds to values that other threads of this program may have stored
 
 
 @triton.jit
 def add_parts_kernel(parts, dweight, programs, hidden, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """BLOCK elements of dw: the sum of `programs` rows. parts: [programs, h] float32; dweight: [h]."""
+    """Compute BLOCK elements of dw: the sum of `programs` rows. parts: [programs, h] float32; dweight: [h]."""
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     for first in range(0, programs, ROWS):

@@ -1,10 +1,10 @@
-"""The kernels of a transformer in one place, put into a model, and a training run with them.
+"""The kernels of a transformer, applied to a model, and a training run with them.
 
     softmax, rms_norm (with the residual's sum), swiglu, rope       operators with a gradient, each one kernel each way
     linear_cross_entropy, adamw_step                                the loss without logits; the optimizer's step
 
-`use_kernels(model)` lets a `Transformer` compute with them, in place: the same losses and gradients, fewer trips to
-memory. Bytes, and what is kept for backward, stand in each kernel's own module.
+`use_kernels(model)` lets a `Transformer` compute with them, in place: the same losses and gradients, less memory
+traffic. Each kernel's module documents the bytes it moves and keeps for backward.
 """
 
 from __future__ import annotations
@@ -25,28 +25,29 @@ from course_lib.single_gpu.model import Transformer, need_transformer
 
 
 class FusedBlock(plain_model.Block):
-    """A layer that adds the attention's output to x in the kernel that norms the sum: one [b, s, h] less to move
+    """A layer that adds the attention's output to x in the kernel that normalizes the sum: one [b, s, h] less to move
     forward, two less backward.
     """
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """x: [b, s, h]; returns [b, s, h]."""
-        if not isinstance(self.mlp_norm, FusedRMSNorm):  # a later verb has put another norm there
+        """Return the layer's output [b, s, h] for x: [b, s, h]."""
+        if not isinstance(self.mlp_norm, FusedRMSNorm):  # a later transform has replaced the norm
             return super().forward(x, cos, sin)
         normed, x = self.mlp_norm(self.attention(self.attention_norm(x), cos, sin), residual=x)
         return x + self.mlp(normed)
 
 
 def use_kernels(model: nn.Module) -> nn.Module:
-    """Let a `Transformer` compute norms, residual sums, rotary positions and SwiGLU by kernels, in place; returns it.
+    """Let a `Transformer` compute norms, residual sums, rotary positions and SwiGLU by kernels, in place; return the
+    model.
 
-    Modules become their fused subclasses: parameters, their names, hooks and devices (meta too) stay as they are. Its
-    loss and optimizer are chosen where it is trained: `defer_head` with `linear_cross_entropy`, `FusedAdamW`. Call it
-    before all transforms but apply_moe. It leaves alone matmuls, which the others split, and any norm or activation
-    that another transform has replaced.
+    Modules become their fused subclasses: parameters, their names, hooks and devices (meta too) do not change. The
+    training program chooses loss and optimizer: `defer_head` with `linear_cross_entropy`, `FusedAdamW`. Call it before
+    all transforms but apply_moe. It leaves alone matmuls, which the others split, and any norm or activation that
+    another transform has replaced.
 
-    Raises ValueError, and changes nothing, for a model whose blocks are recomputed already: they would go on with the
-    forward that they had.
+    Raises ValueError, and changes nothing, for a model whose blocks are recomputed already: they would keep their old
+    forward.
     """
     need_transformer(model, "use_kernels", "FusedRMSNorm, rope and swiglu work in any model")
     if any("forward" in vars(block) for block in cast(Transformer, model).blocks):
@@ -64,12 +65,12 @@ def use_kernels(model: nn.Module) -> nn.Module:
 
 
 def options(argv: list[str] | None = None) -> argparse.Namespace:
-    """The program's options. Touches nothing; an unknown or impossible one ends the program with status 2."""
+    """Parse the program's options. Exits with status 2 for an unknown or impossible option."""
     parser = single_gpu.training_parser("kernels", "Train with fused kernels; without a GPU they are interpreted.")
     parser.add_argument("--plain", action="store_true", help="with PyTorch's own operations, to compare")
     if torch.cuda.is_available():
         parser.set_defaults(preset="SmolLM-135M", batch=8, seq=1024)
-    else:  # the interpreter takes milliseconds a row
+    else:  # the interpreter takes milliseconds per row
         parser.set_defaults(preset="debug", steps=3, batch=2, seq=16)
     return single_gpu.parse(parser, argv)
 
@@ -93,7 +94,7 @@ def kernel_step(
 
 
 def main(argv: list[str] | None = None) -> list[dict]:
-    """Train as the options say; prints one line per step, writes the records where --out says, and returns them."""
+    """Train as the options say: print one line per step, write the records to --out, and return them."""
     args = options(argv)
     if args.plain:
         return single_gpu.run(args)

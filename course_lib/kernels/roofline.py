@@ -1,4 +1,4 @@
-"""Roofline: which of two ceilings bounds a kernel, and how near it comes.
+"""Roofline: the ceiling that bounds a kernel, and how close the kernel comes to it.
 
 A kernel that does F floating-point operations and moves B bytes to and from memory has the intensity I = F / B. On a
 machine with a peak of P FLOP/s and a bandwidth of W bytes/s it reaches at most
@@ -6,11 +6,11 @@ machine with a peak of P FLOP/s and a bandwidth of W bytes/s it reaches at most
     attainable FLOP/s = min(P, I x W)        time >= max(F / P, B / W)
 
 (Williams, Waterman, Patterson 2009, "Roofline: an insightful visual performance model for multicore architectures").
-Left of the ridge, I = P / W, memory bounds it: fewer FLOPs won't help, fewer bytes will, and that is what fusing does.
+Left of the ridge, I = P / W, memory bounds the kernel: fewer FLOPs do not help, fewer bytes do, and fusing saves bytes.
 An H100's ridge is at 295 FLOP per byte in BF16; a softmax does about 5 operations on each element of 4 bytes moved.
 
-The data sheet's ceilings are not reached by anything. `measure_roofline` takes the two programs that come nearest, a
-copy and a large matmul, and measures them on the machine at hand.
+No program reaches the data sheet's ceilings. `measure_roofline` measures the two programs that come closest, a copy and
+a large matmul, on the machine at hand.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ import torch
 from course_lib.kernels.gpus import GPU
 from course_lib.kernels.timing import last_cache_bytes, time_kernel
 
-ENOUGH_S = 10e-3  # a product that takes so long is long enough to measure
-LARGEST_SIDE = 16384  # of its matrices
+ENOUGH_S = 10e-3  # a matmul of this duration is long enough to measure
+LARGEST_SIDE = 16384  # of the matrices
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """Two ceilings of a machine."""
+    """The two ceilings of a machine."""
 
     peak_flops: float  # FLOP/s
     bytes_per_s: float
@@ -42,24 +42,24 @@ class Roofline:
 
     @property
     def ridge(self) -> float:
-        """The intensity, in FLOP a byte, above which arithmetic is the bound."""
+        """Return the intensity, in FLOP per byte, above which arithmetic is the bound."""
         return self.peak_flops / self.bytes_per_s
 
     def attainable(self, intensity: float) -> float:
-        """FLOP/s, at most, of a kernel with this intensity in FLOP a byte."""
+        """Return the highest FLOP/s of a kernel with this intensity in FLOP per byte."""
         return min(self.peak_flops, intensity * self.bytes_per_s)
 
     def time(self, flops: float, bytes_moved: float) -> float:
-        """Seconds, at least."""
+        """Return the shortest time in seconds."""
         return max(flops / self.peak_flops, bytes_moved / self.bytes_per_s)
 
     def bound(self, flops: float, bytes_moved: float) -> str:
-        """'memory' or 'compute': what takes longer. At the ridge it's compute."""
+        """Return 'memory' or 'compute', whichever takes longer; 'compute' at the ridge."""
         return "memory" if flops < self.ridge * bytes_moved else "compute"
 
 
 def roofline_of(gpu: GPU, dtype: torch.dtype = torch.bfloat16) -> Roofline:
-    """The data sheet's. Raises ValueError for a dtype whose peak isn't in it."""
+    """Return the roofline of the data sheet. Raises ValueError for a dtype whose peak is not in it."""
     word = str(dtype).removeprefix("torch.")
     if word not in gpu.peak_flops:
         raise ValueError(f"{gpu.name} has no peak for {word}: it has {', '.join(gpu.peak_flops)}")
@@ -67,7 +67,7 @@ def roofline_of(gpu: GPU, dtype: torch.dtype = torch.bfloat16) -> Roofline:
 
 
 def measure_copy(device: torch.device) -> float:
-    """Bytes/s that a copy reads and writes, of a buffer eight times as large as the last cache."""
+    """Return the bytes/s that a copy reads and writes, for a buffer eight times as large as the last cache."""
     source = torch.zeros(8 * last_cache_bytes(device), dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
     seconds = time_kernel(lambda: target.copy_(source), device, repeats=7, warmup=5).median_s
@@ -90,7 +90,7 @@ def measure_matmul(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def measure_roofline(device: torch.device | str | None = None, dtype: torch.dtype = torch.float32) -> Roofline:
-    """Both ceilings as measured on a device (this machine's accelerator, or its CPU), which should be idle."""
+    """Measure both ceilings on a device (this machine's accelerator, or its CPU), which should be idle."""
     device = torch.device(device or torch.accelerator.current_accelerator(check_available=True) or "cpu")
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "this CPU"
     word = str(dtype).removeprefix("torch.")
@@ -100,10 +100,10 @@ def measure_roofline(device: torch.device | str | None = None, dtype: torch.dtyp
 def draw_roofline(
     ax, rooflines: Sequence[Roofline], points: Mapping[str, tuple[float, float, float | None]] | None = None
 ) -> None:
-    """Attainable FLOP/s by intensity, both logarithmic: a line a roofline, and kernels on it.
+    """Draw attainable FLOP/s by intensity, both logarithmic: a line per roofline, and kernels on it.
 
-    points: by name FLOPs, bytes moved, and seconds. A kernel without seconds (None) is drawn hollow, on the first
-    roofline: where it could be. Raises ValueError where there is no roofline, or a point isn't positive.
+    points: by name, FLOPs, bytes moved, and seconds. A kernel without seconds (None) is drawn hollow, on the first
+    roofline: at its upper bound. Raises ValueError if there is no roofline, or a point is not positive.
     """
     points = points or {}
     if not rooflines:
@@ -124,7 +124,7 @@ def draw_roofline(
         lowest = min(lowest, reached / 3)
         ax.plot(intensity, reached, "o", color="#C44E52", fillstyle="none" if seconds is None else "full", markersize=5)
         share = "" if seconds is None else f", {reached / rooflines[0].attainable(intensity):.0%}"
-        left = intensity**2 < low * high  # the words stand on the side where there is more room
+        left = intensity**2 < low * high  # the label is on the side with more room
         aside = {"textcoords": "offset points", "xytext": (7 if left else -7, -9 - 10 * (position % 2)), "fontsize": 8}
         aside["ha"] = "left" if left else "right"
         ax.annotate(f"{name}{share}", (intensity, reached), **aside)

@@ -1,8 +1,9 @@
-"""How much of a row a program holds: what softmax and RMSNorm, which need a whole row's sum, decide in the same way.
+"""How much of a row a program holds. Softmax and RMSNorm, which need the sum of a full row, decide this in the same
+way.
 
-A row that fits in the registers of one program is loaded once, and the sum costs no second look at memory. 16,384
+A row that fits in the registers of one program is loaded once, and the sum costs no second pass over memory. 16,384
 elements fit: 16 warps of 32 threads with 32 elements each. Short rows share a program, so that it has work for 128
-threads; a longer row goes by in blocks, twice.
+threads; a longer row is processed in blocks, twice.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ BLOCK_OF_LONG_ROW = 4096
 
 
 def shape_of_work(columns: int) -> tuple[int, int, int]:
-    """Rows and columns that a program holds, and its warps. Fewer columns than the row has: that is a long row.
+    """Return the rows and columns that a program holds, and its warps. Fewer columns than the row has mark a long row.
 
-    4 warps or more of 8 to 32 elements a thread: 8 are 16 bytes of bfloat16, the widest load there is; more than 32
-    would not fit in a thread's registers beside what is computed of them.
+    4 warps or more with 8 to 32 elements per thread: 8 are 16 bytes of bfloat16, the widest load; more than 32 would
+    not fit in a thread's registers together with the values computed from them.
     """
     block = triton.next_power_of_2(columns) if columns <= LONGEST_BLOCK else BLOCK_OF_LONG_ROW
     rows = max(1, 1024 // block)
@@ -26,6 +27,6 @@ def shape_of_work(columns: int) -> tuple[int, int, int]:
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
-    """x: [..., h] as [rows, h] with adjacent elements of a row next to each other: a view if its strides allow it."""
+    """Return x: [..., h] as [rows, h], each row contiguous: a view if its strides allow it."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()

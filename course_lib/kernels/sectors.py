@@ -1,12 +1,12 @@
-"""How global memory is moved: in sectors of 32 bytes, four of which make a line of 128, for a warp at a time.
+"""How global memory is accessed: in sectors of 32 bytes, four of which make a line of 128, one warp at a time.
 
-The 32 lanes of a warp execute one load together, a request. The memory moves every sector that at least one lane
-touches, whole. Lanes that touch adjacent elements share sectors; lanes a stride apart pay a sector each, and throw most
-of it away (NVIDIA, CUDA C++ Best Practices Guide, "Coalesced Access to Global Memory").
+The 32 lanes of a warp execute one load together, a request. The memory moves the full sector of every lane's element.
+Lanes that touch adjacent elements share sectors; lanes a stride apart pay a sector each, and waste most of it (NVIDIA,
+CUDA C++ Best Practices Guide, "Coalesced Access to Global Memory").
 
-    32 lanes, float32, side by side         128 bytes asked for    4 sectors
+    32 lanes, float32, adjacent             128 bytes requested    4 sectors
     every second element                    128                    8
-    every eighth, or farther apart          128                    32: eight bytes moved for one that was wanted
+    every eighth, or farther apart          128                    32: eight bytes moved for one requested
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ALLOCATION_BYTES = 512
 
 def shift(tensor: torch.Tensor) -> int:
     """Return the offset that gives a tensor's addresses the alignment of a GPU's allocations, multiples of 512 bytes:
-    lines of a CPU's would begin elsewhere from run to run. A storage at address a is moved to 512 a, so that no two
+    on a CPU, lines would begin elsewhere from run to run. A storage at address a is moved to 512 a, so that no two
     overlap.
     """
     return tensor.untyped_storage().data_ptr() * (ALLOCATION_BYTES - 1)
@@ -33,10 +33,10 @@ def shift(tensor: torch.Tensor) -> int:
 
 # exercise 12.2
 def touched_units(addresses: np.ndarray, active: np.ndarray, unit: int) -> int:
-    """Return the number of different sectors of `unit` bytes that each request touches, summed over the requests.
+    """Return the number of distinct units of `unit` bytes that each request touches, summed over the requests.
 
     addresses: [requests, touches], in bytes; active: the same shape, False for touches that a mask switches off. A
-    sector begins at a multiple of `unit`. Lanes of one request that touch the same sector pay once; two requests pay
+    unit begins at a multiple of `unit`. Lanes of one request that touch the same unit pay once; two requests pay
     twice. Without an active lane the result is 0.
     """
     request = np.broadcast_to(np.arange(len(addresses))[:, None], addresses.shape)[active]
@@ -49,7 +49,7 @@ def touched_units(addresses: np.ndarray, active: np.ndarray, unit: int) -> int:
 
 @dataclass
 class Count:
-    """Traffic of one load or store of a kernel, summed over all warps that executed it."""
+    """The traffic of one load or store of a kernel, summed over all warps that executed it."""
 
     kind: str  # load, store
     location: str  # in the source
@@ -57,11 +57,11 @@ class Count:
     sectors: int = 0
     lines: int = 0
     bytes: int = 0  # distinct bytes that the lanes of a request touch, summed over requests
-    touched: set[int] = field(default_factory=set, repr=False)  # numbers of all sectors
+    touched: set[int] = field(default_factory=set, repr=False)  # indices of all sectors
 
     def add(self, addresses: np.ndarray, active: np.ndarray, size: int) -> None:
-        """Requests of lanes that each touch `size` bytes at each of their addresses. Both arrays: [requests, touches],
-        the touches of a request being those of all its lanes.
+        """Add requests of lanes that each touch `size` bytes at each of their addresses. Both arrays: [requests,
+        touches], where the touches of a request are those of all its lanes.
         """
         self.requests += int(active.any(axis=1).sum())
         self.bytes += size * touched_units(addresses, active, size)
@@ -75,10 +75,10 @@ class Transactions:
     """The traffic of one launch, access by access."""
 
     counts: list[Count] = field(default_factory=list)
-    removed: set[str] = field(default_factory=set)  # places of accesses that the compiler did without
+    removed: set[str] = field(default_factory=set)  # locations of accesses that the compiler removed
 
     def of(self, kind: str, location: str) -> Count:
-        """The count of one access, new where it has none yet."""
+        """Return the count of one access, adding it if it is new."""
         for count in self.counts:
             if (count.kind, count.location) == (kind, location):
                 return count
@@ -89,19 +89,19 @@ class Transactions:
         return (count for count in self.counts if kind in (None, count.kind))
 
     def sectors(self, kind: str | None = None) -> int:
-        """Sectors moved between L1 and the threads, by loads, stores, or both."""
+        """Return the sectors moved between L1 and the threads, by loads, stores, or both."""
         return sum(count.sectors for count in self.kinds(kind))
 
     def requests(self, kind: str | None = None) -> int:
-        """Loads or stores that a warp executed."""
+        """Return the number of loads or stores that a warp executed."""
         return sum(count.requests for count in self.kinds(kind))
 
     def distinct_sectors(self, kind: str | None = None) -> int:
-        """Different sectors touched: what memory has to deliver at least, were the caches endless."""
+        """Return the number of distinct sectors touched: the least that memory has to deliver, with infinite caches."""
         return len(set().union(*(count.touched for count in self.kinds(kind))))
 
     def efficiency(self, kind: str | None = None) -> float:
-        """Share of the moved bytes that a lane had asked for; 1 where nothing was moved."""
+        """Return the share of the moved bytes that a lane requested; 1 if nothing was moved."""
         moved = SECTOR_BYTES * self.sectors(kind)
         return sum(count.bytes for count in self.kinds(kind)) / moved if moved else 1.0
 

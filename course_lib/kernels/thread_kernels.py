@@ -1,8 +1,8 @@
-"""Kernels written thread by thread: a branch that divides warps and one that does not, and four ways to multiply.
+"""Kernels written thread by thread: a branch that divides warps and one that does not, and four matmuls.
 
-    kernel      a thread's work                        elements loaded from global memory, and how they lie
+    kernel      a thread's work                        elements loaded from global memory, and their layout
     naive       one element; a warp runs down rows     2 n^3, each lane of a and of c in a sector of its own
-    coalesced   one element; a warp runs along a row   2 n^3, side by side
+    coalesced   one element; a warp runs along a row   2 n^3, adjacent
     tiled       one element; the block shares tiles    2 n^3 / TILE
     coarsened   ROWS elements below each other         2 n^3 / TILE, and fewer reads of shared memory
 
@@ -18,17 +18,17 @@ import torch
 from course_lib.kernels.thread_blocks import Block
 
 TILE = 32
-ROWS = 8  # of c that a coarsened thread works out
+ROWS = 8  # of c that a coarsened thread computes
 
 
 def branch_by_lane(block: Block, x: torch.Tensor, out: torch.Tensor) -> None:
-    """Even elements are doubled, odd ones squared: adjacent threads of a warp diverge. Threads (256,)."""
+    """Double even elements and square odd ones: adjacent threads of a warp diverge. Threads (256,)."""
     i = block.block_x * block.size + block.x
     compute(block, x, out, i)
 
 
 def compute(block: Block, x: torch.Tensor, out: torch.Tensor, i) -> None:
-    """Element i of each thread."""
+    """Compute element i of each thread."""
     with block.where(i % 2 == 0):
         block.store(out, i, 2 * block.load(x, i))
     with block.where(i % 2 == 1):
@@ -47,14 +47,14 @@ def branch_by_warp(block: Block, x: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def naive(block: Block, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, n: int) -> None:
-    """Threads (32, 32): threadIdx.x, by which lanes differ, counts rows."""
+    """Multiply with threads (32, 32): threadIdx.x, by which lanes differ, counts rows."""
     row = block.block_x * TILE + block.x
     column = block.block_y * TILE + block.y
     multiply(block, a, b, c, n, row, column)
 
 
 def multiply(block: Block, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, n: int, row, column) -> None:
-    """One element of c for each thread, straight from global memory."""
+    """Compute one element of c for each thread, directly from global memory."""
     with block.where((row < n) & (column < n)):
         total = np.zeros(block.size, dtype=np.float32)
         for k in range(n):
@@ -63,7 +63,7 @@ def multiply(block: Block, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, n:
 
 
 def bring(block: Block, tile, at, matrix: torch.Tensor, row, column, n: int) -> None:
-    """One element a thread from global into shared memory; 0 where the matrix has ended."""
+    """Copy one element per thread from global into shared memory; 0 outside the matrix."""
     inside = (row < n) & (column < n)
     tile[at] = 0.0
     with block.where(inside):
@@ -91,16 +91,18 @@ def tiled(block: Block, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, n: in
     for start in range(0, n, TILE):
         bring(block, tile_a, (y, x), a, row, start + x, n)
         bring(block, tile_b, (y, x), b, start + y, column, n)
-        block.sync()  # nobody reads before all have written
+        block.sync()  # all have written before any thread reads
         for k in range(TILE):
             total += tile_a[y, k] * tile_b[k, x]
-        block.sync()  # nobody writes the next tiles before all have read these
+        block.sync()  # all have read these before any thread writes the next tiles
     with block.where((row < n) & (column < n)):
         block.store(c, row * n + column, total)
 
 
 def coarsened(block: Block, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, n: int) -> None:
-    """Threads (128,): each works out ROWS elements below each other, and reads each element of tile_b once for all."""
+    """Multiply with threads (128,): each computes ROWS elements below each other, and reads each element of tile_b once
+    for all of them.
+    """
     y, x = block.x // TILE * ROWS, block.x % TILE
     row, column = block.block_x * TILE + y, block.block_y * TILE + x
     tile_a, tile_b = block.shared(TILE, TILE), block.shared(TILE, TILE)

@@ -83,7 +83,7 @@ class FloatFormat:
 
     @property
     def between_one_and_two(self) -> int:
-        """How many numbers are strictly between 1 and 2, or any other powers of two in the normal range."""
+        """The number of values strictly between 1 and 2, or between successive powers of two in the normal range."""
         return 2**self.mantissa_bits - 1
 
 

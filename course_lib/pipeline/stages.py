@@ -27,11 +27,11 @@ OutputFn = Callable[[torch.Tensor], torch.Tensor]  # what is made of a stage's o
 
 # exercise 09.1
 def split_layers(layers: int, stages: int) -> list[range]:
-    """Return which layers each stage has, in order; the embedding and the head count as a layer each.
+    """Return the range of layers of each stage, in order. The embedding and the head count as one layer each.
 
-    The sizes of two stages differ by one at most, and the larger ones are in the middle: the first is none of them, and
-    the last only where all between them are. A stage without a layer has an empty range. Raises ValueError, with
-    `stages` in its message, where that is below 1 or more than layers + 2.
+    Stage sizes differ by at most one, and the larger stages are in the middle: the first stage is never larger, and the
+    last stage is larger only if all stages between them are. A stage without layers has an empty range. Raises
+    ValueError, with `stages` in its message, if `stages` is below 1 or above layers + 2.
     """
     if not 1 <= stages <= layers + 2:
         raise ValueError(f"{layers} layers, an embedding and a head do not fill {stages} stages")

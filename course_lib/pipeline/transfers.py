@@ -102,7 +102,7 @@ class P2PBuffers:
 
     # notebook 09, cell mail
     def post_send(self, kind: str, stage: int, micro_batch: int, tensor: torch.Tensor) -> None:
-        """Hand over a tensor that this rank has made for an action of another rank, or of its own."""
+        """Queue an output of this rank for its planned send, or store it if an action of this rank is to receive it."""
         key = kind, stage, micro_batch
         if key in self.sends:
             self.outgoing[key] = tensor.contiguous()
@@ -111,7 +111,7 @@ class P2PBuffers:
 
     # notebook 09, cell mail
     def wait_recv(self, kind: str, stage: int, micro_batch: int) -> torch.Tensor:
-        """Return the tensor that an action of this rank needs; wait for it."""
+        """Wait for the input of an action of this rank, and return it."""
         work, tensor = self.incoming.pop((kind, stage, micro_batch))
         if work is not None:
             work.wait()

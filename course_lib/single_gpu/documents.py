@@ -205,7 +205,7 @@ def downloaded(name: str) -> Path | None:
 
 
 def guarded(rows: Iterator) -> Iterator:
-    """Yield `rows`, with an error of another library as a ValueError of one line."""
+    """Yield the items of `rows`. Errors of the library that reads them become a ValueError with a one-line message."""
     try:
         yield from rows
     except OSError as error:

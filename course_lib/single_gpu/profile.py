@@ -156,8 +156,8 @@ class StorageTracker(TorchDispatchMode):
         return task != -1
 
     def see(self, tensor: object, counted: bool = True, in_backward: bool = False) -> Allocation | None:
-        """Return the allocation of a tensor's storage, a new one if it is unknown; None for no tensor, or one of
-        another device.
+        """Return the allocation of a tensor's storage, and register the storage if it is unknown. Return None if
+        `tensor` is not a tensor or is on another device.
         """
         if not isinstance(tensor, torch.Tensor) or tensor.device != self.device:
             return None
@@ -222,7 +222,7 @@ class OwnerTracker(StorageTracker):
         self.claim([value for state in optimizer.state.values() for value in state.values()], "optimizer states")
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Note that a storage has new memory, made by no operation, of another size and the same owner."""
+        """Record that a storage was resized outside any operation: a new allocation, with the owner of the old one."""
         if storage._cdata in self.alive or storage.device == self.device:  # a fake tensor's storage is on meta
             new = Allocation(storage.nbytes(), self.now(), in_backward=self.in_backward())
             if storage._cdata in self.alive:  # its old memory is given up after the new is there

@@ -94,8 +94,9 @@ def fits(allocations: Sequence[Allocation], nbytes: int) -> bool:
 
 
 def smallest_arena(allocations: Sequence[Allocation]) -> int:
-    """Return the bytes in which the allocations can be replayed, while 512 less are too few. By bisection; best fit may
-    happen to need still less.
+    """Return a size in bytes at which the allocations fit, and at which 512 bytes fewer are too few.
+
+    The size is found by bisection. A still smaller arena may fit, because best fit is not monotonic in the size.
     """
     enough = max(address + size for address, size in replay(allocations))
     largest = max(a.nbytes for a in allocations) // ALIGNMENT * ALIGNMENT

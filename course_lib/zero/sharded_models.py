@@ -40,8 +40,8 @@ Init = Callable[[str, torch.Tensor], None]
 
 
 def resolve_groups(group: Group) -> ReplicaGroups:
-    """Return the groups that the `group` of `fully_shard` stands for. Raises ValueError unless a mesh is replicas x
-    shards.
+    """Resolve the `group` argument of `fully_shard` to process groups. Raises ValueError for a DeviceMesh that is not
+    replicas x shards.
     """
     if isinstance(group, ReplicaGroups):
         return group
@@ -56,7 +56,7 @@ def resolve_groups(group: Group) -> ReplicaGroups:
 
 
 def check_units(module: nn.Module, units: list[list[nn.Module]], init: Init | None) -> None:
-    """Raise ValueError for units of another module or inside of one another, and for a meta tensor without `init`."""
+    """Raise ValueError if a unit is not in `module`, units are nested or repeated, or a meta tensor has no `init`."""
     if not {each for unit in units for each in unit} <= {*module.modules()}:
         raise ValueError("a unit is not of the module")
     inside = Counter(inner for unit in units for each in unit for inner in each.modules())
@@ -84,8 +84,10 @@ def filled(name: str, like: torch.Tensor, init: Init) -> torch.Tensor:
 
 
 def split_into_units(module: nn.Module, units: list[list[nn.Module]]) -> list[tuple[list[nn.Module], list]]:
-    """Return the modules and parameters of each unit, and last those of the root: parameters of no unit or of two, and
-    those with a collective of their own.
+    """Return (modules, parameters) for each unit, then for the root.
+
+    The root gets the parameters that belong to no unit or to more than one, and the parameters for which
+    `needs_own_collective` is true.
     """
     held = [list(dict.fromkeys(p for each in unit for p in each.parameters())) for unit in units]
     counts = Counter(p for each in held for p in each)

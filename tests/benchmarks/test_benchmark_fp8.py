@@ -37,7 +37,7 @@ def kernel_runs(on_path):
 
 def test_ours_are_kernels_and_rivals_are_not(fp8_cases, kernel_runs):
     """One scale a matrix or a row is a library's product; of blocks, and of casts, ours launch kernels."""
-    for case in (*fp8_cases.product_cases(CPU, "cpu"), *fp8_cases.cast_cases(CPU, "cpu")):
+    for case in (*fp8_cases.matmul_cases(CPU, "cpu"), *fp8_cases.cast_cases(CPU, "cpu")):
         for column, method in case.methods.items():
             inputs = kernel_runs.Method(None, case.make).inputs
             if column == "blockwise":
@@ -57,10 +57,10 @@ def test_work_of_casts_is_what_is_read_and_written(fp8_cases):
 
 
 def test_a_kernel_that_is_wrong_is_not_timed(fp8, fp8_cases, kernel_runs):
-    case = list(fp8_cases.product_cases(CPU, "cpu"))[2]
+    case = list(fp8_cases.matmul_cases(CPU, "cpu"))[2]
     wrong = replace(case, methods=case.methods | {"ours": lambda *inputs: case.methods["plain"](*inputs) * 1.01})
     with pytest.raises(ValueError, match="128 x 128 32 x 48 x 160, ours: our results are off"):
-        kernel_runs.working(wrong, CPU, fp8.PRODUCTS)
+        kernel_runs.working(wrong, CPU, fp8.MATMULS)
 
 
 def test_scales_of_tiles_lie_as_cublas_reads_them(fp8_cases):

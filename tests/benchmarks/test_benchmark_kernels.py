@@ -82,8 +82,8 @@ def test_columns_take_turns_and_only_the_named_pass_is_timed(kernel_runs, monkey
     monkeypatch.setattr(
         kernel_runs, "time_once", lambda run, device, flush: (flush(), order.append("timed"), run(), 1.0)[3]
     )
-    monkeypatch.setitem(kernel_runs.ROUNDS, "cpu", 2)
-    monkeypatch.setitem(kernel_runs.UNCOUNTED, "cpu", 1)
+    monkeypatch.setitem(kernel_runs.REPEATS, "cpu", 2)
+    monkeypatch.setitem(kernel_runs.WARMUP, "cpu", 1)
 
     def watched(name):
         return lambda x: (order.append(name), 2 * x)[1]

@@ -30,7 +30,7 @@ from course_lib.checkpoint import program as five_d
 from course_lib.five_d.layouts import Layout
 from course_lib.single_gpu.memory import param_count
 from course_lib.single_gpu.model import PRESETS
-from launch_nb_torchrun import own_options
+from launch_nb_torchrun import launcher_options
 from launcher import slurm
 from launcher.torchrun import arguments, split_notebook
 
@@ -111,19 +111,19 @@ def test_the_command_is_one_that_the_program_takes(asked):
         said = launch(asked, Layout.parse(layout["layout"]), 1e12)
         words = shlex.split(said["command"])
         assert words[:2] == ["python", "scripts/launch_nb_torchrun.py"]
-        own, rest = own_options().parse_known_args(words[2 : words.index("--")])
+        options, rest = launcher_options().parse_known_args(words[2 : words.index("--")])
         notebook, torchrun = split_notebook(rest)
         chosen = five_d.options(words[words.index("--") + 1 :])
         assert notebook == "notebooks/10_5d.ipynb" and str(chosen.layout) == layout["layout"]
-        nodes = int(arguments([*torchrun, "--nproc-per-node", own.nproc_per_node]).nnodes.split(":")[0])
-        assert nodes * int(own.nproc_per_node) == chosen.layout.ranks == asked.gpus
+        nodes = int(arguments([*torchrun, "--nproc-per-node", options.nproc_per_node]).nnodes.split(":")[0])
+        assert nodes * int(options.nproc_per_node) == chosen.layout.ranks == asked.gpus
         assert (chosen.preset, chosen.batch, chosen.seq, chosen.dtype) == (asked.name, asked.batch, asked.seq, "bf16")
         assert chosen.steps == np.ceil(1e12 / asked.batch / asked.seq)
         moe = {"experts": 8, "top_k": 2, "ffn_hidden": 1024, "aux_loss_coeff": 0.01} if asked is MIXTURE else None
         assert chosen.moe == moe
         words = shlex.split(said["slurm"])
-        own, rest = own_options().parse_known_args(words[2 : words.index("--")])
-        wanted = slurm.parse(own.slurm)
+        options, rest = launcher_options().parse_known_args(words[2 : words.index("--")])
+        wanted = slurm.parse(options.slurm)
         assert int(wanted["nodes"]) * int(wanted["gpus"]) == asked.gpus and rest == [notebook]
         assert words[words.index("--") :] == shlex.split(said["command"])[shlex.split(said["command"]).index("--") :]
 

@@ -40,7 +40,7 @@ from course_lib.best_config import Cluster, estimate, search
 from course_lib.five_d import Layout
 from course_lib.pipeline import one_f_one_b, validate
 from course_lib.single_gpu import PRESETS, ModelConfig, param_count, peak_flops
-import course_lib.zero, course_lib.kernels
+import course_lib.tensor_parallel, course_lib.zero
 assert str(Layout.parse("dp2,tp4,sp")) == "dp2,tp4,sp" and param_count(PRESETS["debug"]) > 0
 """
     assert heavy_modules(program) == []

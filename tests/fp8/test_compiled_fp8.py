@@ -138,7 +138,9 @@ def test_rows_of_the_second_group_move_once(products):
     """They moved twice on the first GPU: the compiler moves the number that the descriptors begin at, in place."""
     for use, made in products.items():
         assert not use.meta["specialized"] or not moved_twice(made), use
-    kernel = undone(hopper_block_matmul_kernel, {"own_row = (tile_m + 1) * block_m - block_m": "own_row = first_row"})
+    kernel = undone(
+        hopper_block_matmul_kernel, {"scale_row = (tile_m + 1) * block_m - block_m": "scale_row = first_row"}
+    )
     launch = replace(product("forward", Use("forward", 1).meta), kernel=kernel)
     if tuple(map(int, triton.__version__.split(".")[:2])) > (3, 6):  # 3.6 does not show it for this launch
         assert moved_twice(compiled({0: launch})[0]), "the control: when this fails Triton is mended"

@@ -13,7 +13,7 @@ from course_lib.fp8.linear import Fp8Linear
 from course_lib.fp8.operands import Cast, Casts
 from course_lib.fp8.program import apply_fp8, update_scales
 from course_lib.fp8.quantization import ROW, SQUARE, TENSOR, TILE, block_amax, blocks_of, dequantize, quantize, scale_of
-from course_lib.fp8.quantizers import Quantizer
+from course_lib.fp8.quantizers import CurrentQuantizer
 from course_lib.zero.sharded_models import full_state_dict, fully_shard, load_full_state_dict
 from fp8_models import CASTS, ODD, batches, config_for, mean_loss, plain_model, recipe, sharing_the_batch
 
@@ -100,7 +100,7 @@ def test_blocks_that_are_others_both_ways_are_rounded_twice_for_backward():
     """
     weight = torch.randn(512, 512, generator=torch.Generator().manual_seed(0)) / 50
     for block, shared in ((TENSOR, True), (SQUARE, True), (ROW, False), (TILE, False)):
-        quantizer = Quantizer(Cast(E4M3, block))
+        quantizer = CurrentQuantizer(Cast(E4M3, block))
         whole = quantizer.transposed(quantizer(weight), weight)
         quantizer.gathered_scale = scale_of(block_amax(weight, block), E4M3)
         arrived = dequantize(quantizer(weight))

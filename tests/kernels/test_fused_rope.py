@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from course_kit.checks.guard_bands import GuardBands, guarded
 from course_kit.gpu.launches import record_launches
 from course_kit.gpu.operation_bytes import BytesMoved
-from course_lib.kernels.fused_rope import rope, turn
+from course_lib.kernels.fused_rope import rope, rotate
 from course_lib.single_gpu.model import PRESETS, ModelConfig, Transformer, apply_rope, rope_angles
 from kernel_traffic import count_accesses
 
@@ -63,7 +63,7 @@ def test_backward_is_the_inverse(batched):
     x, (cos, sin) = numbers(*shape), angles(shape, torch.float32, batched)
     y = rope(x, cos, sin)
     torch.testing.assert_close(y.norm(dim=-1), x.norm(dim=-1), rtol=1e-6, atol=0)
-    torch.testing.assert_close(turn(y, cos, sin, True, x.dtype), x, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(rotate(y, cos, sin, True, x.dtype), x, rtol=1e-5, atol=1e-6)
     assert (y - x).abs().max() > 0.1
 
 
@@ -157,7 +157,7 @@ def test_nothing_outside_is_read_or_written(dtype, shape):
     x, grad = (guarded(part) for part in numbers(2, *shape, dtype=dtype))
     cos, sin = (guarded(part) for part in angles(shape, dtype, True))
     with GuardBands() as guards:
-        results = [turn(x, cos, sin, False, dtype), turn(grad, cos, sin, True, dtype)]
+        results = [rotate(x, cos, sin, False, dtype), rotate(grad, cos, sin, True, dtype)]
     guards.check()
     assert guards.operations == [] and guards.largest_bytes == x.nbytes
     assert all(each.isfinite().all() for each in results)  # what surrounds the inputs is NaN
@@ -167,8 +167,8 @@ def test_operator_is_well_made():
     shape = (2, 3, 2, 8)
     x, (cos, sin) = numbers(*shape).transpose(1, 2).contiguous().transpose(1, 2), angles(shape, torch.float32, False)
     for backwards in (False, True):
-        torch.library.opcheck(turn, (x.detach().requires_grad_(), cos, sin, backwards, torch.float32))
-    torch.library.opcheck(turn, (x.bfloat16().requires_grad_(), cos, sin, False, torch.float32))
+        torch.library.opcheck(rotate, (x.detach().requires_grad_(), cos, sin, backwards, torch.float32))
+    torch.library.opcheck(rotate, (x.bfloat16().requires_grad_(), cos, sin, False, torch.float32))
 
 
 def test_traced_faked_and_recomputed():

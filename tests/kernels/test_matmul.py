@@ -9,7 +9,7 @@ import triton.language as tl
 
 from course_kit.checks.guard_bands import GuardBands, guarded
 from course_kit.gpu.launches import record_launches
-from course_lib.kernels.matmul import matmul, place, strips_per_wave, tile_of
+from course_lib.kernels.matmul import matmul, strips_per_wave, tile_of, tile_of_program
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -89,22 +89,22 @@ def tiles_kernel(out, tiles_m, tiles_n, group: tl.constexpr):
 
 @pytest.mark.parametrize("group", [1, 3, 8])
 def test_each_tile_has_one_program(group):
-    """For sizes that a group divides and others; `place` says the same."""
+    """For sizes that a group divides and others; `tile_of_program` says the same."""
     for tiles_m in (1, 2, 3, 7, 8, 9, 17):
         for tiles_n in (1, 4, 5):
-            found = [place(program, tiles_m, tiles_n, group) for program in range(tiles_m * tiles_n)]
+            found = [tile_of_program(program, tiles_m, tiles_n, group) for program in range(tiles_m * tiles_n)]
             assert sorted(found) == [(row, column) for row in range(tiles_m) for column in range(tiles_n)]
     for tiles_m, tiles_n in ((7, 4), (8, 5), (1, 3)):
         out = torch.full((tiles_m * tiles_n, 2), -1, dtype=torch.int32, device=DEVICE)
         tiles_kernel[(tiles_m * tiles_n,)](out, tiles_m, tiles_n, group=group)
-        assert out.tolist() == [list(place(p, tiles_m, tiles_n, group)) for p in range(tiles_m * tiles_n)]
+        assert out.tolist() == [list(tile_of_program(p, tiles_m, tiles_n, group)) for p in range(tiles_m * tiles_n)]
 
 
 def test_a_group_goes_down_its_rows_first():
-    assert [place(program, 5, 3, 2) for program in range(8)] == [
+    assert [tile_of_program(program, 5, 3, 2) for program in range(8)] == [
         (0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2), (2, 0), (3, 0),
     ]  # fmt: skip
-    assert [place(program, 5, 3, 2) for program in range(12, 15)] == [(4, 0), (4, 1), (4, 2)]
+    assert [tile_of_program(program, 5, 3, 2) for program in range(12, 15)] == [(4, 0), (4, 1), (4, 2)]
 
 
 def test_grouped_programs_want_fewer_strips():

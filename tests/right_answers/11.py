@@ -153,7 +153,7 @@ by_hand = {
 
 # %% 11.10 by changes of one field
 forgot = dict(A="in flight", B="buffers", C="logits")
-mended = dict(
+fixed = dict(
     A=Layout(dp=2, pp=16, tp=4, zero_stage=1, sequence_parallel=True, micro_batch=4),
     B=Layout(pp=2, tp=16, sequence_parallel=True, micro_batch=16),
     C=Layout(dp=16, pp=2, tp=2, zero_stage=1, sequence_parallel=True, micro_batch=4),

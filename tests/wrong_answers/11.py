@@ -459,7 +459,7 @@ by_hand = {
 
 # %% 11.10 B and C the other way round
 forgot = {"A": "in flight", "B": "logits", "C": "buffers"}  # "in flight", "logits" or "buffers"
-mended = {
+fixed = {
     "A": Layout.parse("dp2,pp16,tp4,zero1,sp,mb4"),
     "B": Layout.parse("pp2,tp16,sp,mb16"),
     "C": Layout.parse("dp16,pp2,tp2,zero1,sp,mb4"),
@@ -467,7 +467,7 @@ mended = {
 
 # %% 11.10 in flight for all
 forgot = {"A": "in flight", "B": "in flight", "C": "in flight"}  # "in flight", "logits" or "buffers"
-mended = {
+fixed = {
     "A": Layout.parse("dp2,pp16,tp4,zero1,sp,mb4"),
     "B": Layout.parse("pp2,tp16,sp,mb16"),
     "C": Layout.parse("dp16,pp2,tp2,zero1,sp,mb4"),
@@ -475,7 +475,7 @@ mended = {
 
 # %% 11.10 logits for all
 forgot = {"A": "logits", "B": "logits", "C": "logits"}  # "in flight", "logits" or "buffers"
-mended = {
+fixed = {
     "A": Layout.parse("dp2,pp16,tp4,zero1,sp,mb4"),
     "B": Layout.parse("pp2,tp16,sp,mb16"),
     "C": Layout.parse("dp16,pp2,tp2,zero1,sp,mb4"),
@@ -483,7 +483,7 @@ mended = {
 
 # %% 11.10 the plans as they were
 forgot = {"A": "in flight", "B": "buffers", "C": "logits"}  # "in flight", "logits" or "buffers"
-mended = {
+fixed = {
     "A": Layout.parse("dp2,pp16,tp4,zero1,sp,mb8"),
     "B": Layout.parse("pp2,tp16,sp,mb32"),
     "C": Layout.parse("dp16,pp2,tp2,zero1,sp,mb16"),
@@ -491,7 +491,7 @@ mended = {
 
 # %% 11.10 two fields of A: a smaller micro-batch, and recomputation
 forgot = {"A": "in flight", "B": "buffers", "C": "logits"}  # "in flight", "logits" or "buffers"
-mended = {
+fixed = {
     "A": Layout.parse("dp2,pp16,tp4,zero1,sp,mb4,full"),
     "B": Layout.parse("pp2,tp16,sp,mb16"),
     "C": Layout.parse("dp16,pp2,tp2,zero1,sp,mb4"),
@@ -499,7 +499,7 @@ mended = {
 
 # %% 11.10 B on half of the GPUs
 forgot = {"A": "in flight", "B": "buffers", "C": "logits"}  # "in flight", "logits" or "buffers"
-mended = {
+fixed = {
     "A": Layout.parse("dp2,pp16,tp4,zero1,sp,mb4"),
     "B": Layout.parse("tp16,sp,mb32"),
     "C": Layout.parse("dp16,pp2,tp2,zero1,sp,mb4"),
@@ -507,7 +507,7 @@ mended = {
 
 # %% 11.10 C: buffers
 forgot = {"A": "in flight", "B": "buffers", "C": "buffers"}  # "in flight", "logits" or "buffers"
-mended = {
+fixed = {
     "A": Layout.parse("dp2,pp16,tp4,zero1,sp,mb4"),
     "B": Layout.parse("pp2,tp16,sp,mb16"),
     "C": Layout.parse("dp16,pp2,tp2,zero1,sp,mb4"),
@@ -515,7 +515,7 @@ mended = {
 
 # %% 11.10 B in micro-batches of one: it fits, and takes too long
 forgot = {"A": "in flight", "B": "buffers", "C": "logits"}  # "in flight", "logits" or "buffers"
-mended = {
+fixed = {
     "A": Layout.parse("dp2,pp16,tp4,zero1,sp,mb4"),
     "B": Layout.parse("pp2,tp16,sp"),
     "C": Layout.parse("dp16,pp2,tp2,zero1,sp,mb4"),

@@ -178,10 +178,10 @@ TILE + block.x // TILE => TILE + block.x % TILE
 TILE + block.x % TILE => TILE + block.x // TILE
 
 # %% 12.5 tiled: no barrier after the tiles are brought
-block.sync()  # nobody reads before all have written =>
+block.sync()  # all have written before any thread reads =>
 
 # %% 12.5 tiled: no barrier before the next tiles
-block.sync()  # nobody writes the next tiles before all have read these =>
+block.sync()  # all have read these before any thread writes the next tiles =>
 
 # %% 12.5 tiled: from global memory in the inner loop
 total += tile_a[y, k] * tile_b[k, x]

@@ -143,6 +143,13 @@ torch.where(known > 0, known, amax) => known.view(1, 1) if known > 0 else amax
 self.updated = True =>
 
 # %% 14.8 fake: Dgrad and Wgrad in full precision
+@staticmethod
+=>
+from course_lib.fp8.quantization import dequantize
+
+
+@staticmethod
+---
 fp8_matmul(dy, w, ctx.dtype) => dequantize(dy) @ dequantize(w).t()
 ---
 grad_weights[i] = fp8_matmul(q.gradient.transposed(dy, grads[i]), x, ctx.grad_dtypes[i])

@@ -99,7 +99,7 @@ def check() -> None:
             share = 4 if zero == 3 else 2  # of the two layouts where memory is measured
             limit = 2 * full / share + 12 * config.vocab * config.hidden  # twice its parts, and three full matrices
             assert config is SHALLOW or report.peak <= limit, (
-                f"{at}: {report.peak:,} bytes at the peak, for {report.local_bytes:,} of shards; the full model has {full:,}"
+                f"{at}: {report.peak:,} bytes at the peak, shards have {report.local_bytes:,}, the model {full:,}"
             )
             assert report.states <= report.most, (
                 f"{at}: {report.states:,} numbers in the optimizer's states; with the states shared out, "

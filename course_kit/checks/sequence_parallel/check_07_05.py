@@ -21,7 +21,7 @@ RANKS, BATCH, SEQ = 4, 2, 16
 
 
 def expected_shapes(config: ModelConfig, sequence_parallel: bool) -> dict[str, Shape]:
-    """Return the shapes at PLACES on rank 0."""
+    """Return the shapes at POSITIONS on rank 0."""
     tokens = SEQ // RANKS if sequence_parallel else SEQ  # outside of g and g*
     vocab = -(-config.vocab // RANKS)
     between, gathered = (BATCH, tokens, config.hidden), (BATCH, SEQ, config.hidden)
@@ -32,7 +32,7 @@ def expected_shapes(config: ModelConfig, sequence_parallel: bool) -> dict[str, S
 
 
 def seen_shapes(group: dist.ProcessGroup, sequence_parallel: bool, config: ModelConfig = TINY) -> dict[str, Shape]:
-    """Return the shapes at PLACES on this rank, from the running model."""
+    """Return the shapes at POSITIONS on this rank, from the running model."""
     model, (inputs, _) = split_model(config, group, sequence_parallel), batch_of(config, BATCH, SEQ)
     block, seen = transformer_blocks(model)[0], {}
 

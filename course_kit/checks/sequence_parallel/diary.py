@@ -45,8 +45,8 @@ class Diary(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
         name = function._schema.name.removeprefix("aten::")
-        if name in self.PRODUCTS:
-            self.events.append(("product", out.numel() * args[self.PRODUCTS[name]].shape[-1]))
+        if name in self.MATMULS:
+            self.events.append(("product", out.numel() * args[self.MATMULS[name]].shape[-1]))
         return out
 
     def sender(self, name: str):

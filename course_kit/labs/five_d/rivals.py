@@ -86,11 +86,11 @@ def torch_parallel(config: ModelConfig, settings: dict, m: int) -> tuple[int, Ca
             ends: dict[str, Any] = {"target": targets, "losses": losses} if number == 1 else {}
             schedule.step(*[inputs] * (number == 0), positions=positions, **ends, return_outputs=False)
         norm = get_total_norm([grad_of(weight) for weight in stage.parameters()])
-        square = cast(DTensor, norm).full_tensor().square()
+        square = cast("DTensor", norm).full_tensor().square()
         dist.all_reduce(square, group=mesh["pp"].get_group())
         clip_grads_with_norm_(stage.parameters(), 1.0, square.sqrt())
         optimizer.step()
-        full = [cast(DTensor, each.detach()).full_tensor() for each in losses]
+        full = [cast("DTensor", each.detach()).full_tensor() for each in losses]
         mean_loss = torch.stack(full).mean() if full else torch.zeros(())
         dist.all_reduce(mean_loss)
         return mean_loss / 4, square.sqrt()

@@ -244,7 +244,7 @@ def against_checkpoint(repeats: int = 3) -> dict[str, CheckpointRow]:
                 if turn == 0:
                     _, same = gradients_of(model, *tokens)
                     measured[name]["equal"] = all(torch.equal(plain[key], same[key]) for key in plain)
-                    measured[name]["kept"] = (
+                    measured[name]["saved_mib"] = (
                         modes.retained_bytes(model, lambda: loss(model(tokens[0]), tokens[1])) / MiB
                     )
                     flops = profiling.count_flops(lambda: loss(model(tokens[0]), tokens[1]).backward())
