@@ -93,7 +93,7 @@ class SpikingSwiglu:
 
 
 def spike_curve(model, optimizer, batches: list, growth: float = 1.0, at: int | None = None) -> list[float]:
-    """Return the loss of each step on the batches, in BF16 where matmuls are not in FP8, with a spike in step `at`."""
+    """Return the loss of each step on the batches, in BF16 where matmuls are not in FP8. Step `at` has a spike."""
     losses = []
     for number, batch in enumerate(batches):
         for block in model.blocks:

@@ -68,9 +68,9 @@ class Skipped(Exception):
 
 def all_jobs(module: str, device: str) -> dict[str, Job]:
     """Return the jobs by name, in order."""
-    found = list(importlib.import_module(module).jobs(device))
-    assert len({job.name for job in found}) == len(found), "two jobs have one name"
-    return {job.name: job for job in found}
+    jobs = list(importlib.import_module(module).jobs(device))
+    assert len({job.name for job in jobs}) == len(jobs), "two jobs have one name"
+    return {job.name: job for job in jobs}
 
 
 def work(jobs: dict[str, Job], rows) -> None:
@@ -148,7 +148,7 @@ def read(out: Path) -> dict[str, dict]:
     """Return what is known of each job, from its last run: rows, and outcome and seconds if it has ended. A run that
     was cut off does not replace an earlier one that passed.
     """
-    found: dict[str, dict] = {}
+    jobs: dict[str, dict] = {}
     passed: dict[str, dict] = {}
     file = out / "results.jsonl"
     for line in file.read_text().splitlines() if file.exists() else []:
@@ -158,14 +158,14 @@ def read(out: Path) -> dict[str, dict]:
             continue
         name = message.pop("job")
         if "begin" in message:
-            if found.get(name, {}).get("outcome") == "passed":
-                passed[name] = found[name]
-            found[name] = {"rows": []}
+            if jobs.get(name, {}).get("outcome") == "passed":
+                passed[name] = jobs[name]
+            jobs[name] = {"rows": []}
         elif "row" in message:
-            found[name]["rows"].append(message["row"])
+            jobs[name]["rows"].append(message["row"])
         else:
-            found[name] |= message
-    return found | {name: job for name, job in passed.items() if "outcome" not in found[name]}
+            jobs[name] |= message
+    return jobs | {name: job for name, job in passed.items() if "outcome" not in jobs[name]}
 
 
 def describe(row: dict) -> str:

@@ -38,17 +38,17 @@ def through_the_cpu(batch_isend_irecv):
     """`batch_isend_irecv` for gloo and tensors on any device."""
 
     def start(operations: list[dist.P2POp]) -> list[Staged]:
-        found = [Staged(operation) for operation in operations]
-        for each, work in zip(found, batch_isend_irecv([each.operation for each in found]), strict=True):
+        staged = [Staged(operation) for operation in operations]
+        for each, work in zip(staged, batch_isend_irecv([each.operation for each in staged]), strict=True):
             each.work = work
-        return found
+        return staged
 
     return start
 
 
-def on_rank(rank: int, words: str, device_type: str, folder: str) -> None:
-    """A rank: leaves the losses of three steps, and the weights after them, in the folder."""
-    layout = Layout.parse(words)
+def on_rank(rank: int, spec: str, device_type: str, folder: str) -> None:
+    """Train three steps on a rank, and save the losses and the final weights in the folder."""
+    layout = Layout.parse(spec)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=layout.ranks)
     mesh = build_mesh(layout, device_type)
     parallel = parallelize(OF, layout, mesh, lr=1e-3, eps=1e-4)
@@ -62,10 +62,10 @@ def on_rank(rank: int, words: str, device_type: str, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def on_ranks(words: str, device_type: str) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
-    """What the ranks of a layout leave."""
+def on_ranks(spec: str, device_type: str) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
+    """Return the losses and the final weights of each rank of a layout."""
     with tempfile.TemporaryDirectory() as folder:
-        count = Layout.parse(words).ranks
+        count = Layout.parse(spec).ranks
         start = "spawn" if device_type == "cuda" else "fork"  # CUDA does not live on in a fork
-        torch.multiprocessing.start_processes(on_rank, (words, device_type, folder), count, start_method=start)
+        torch.multiprocessing.start_processes(on_rank, (spec, device_type, folder), count, start_method=start)
         return [torch.load(f"{folder}/{rank}.pt") for rank in range(count)]

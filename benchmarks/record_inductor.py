@@ -113,8 +113,8 @@ def configurations(code: str) -> list[str]:
         file = Path(folder, "kernel.py")
         file.write_text(source)  # Triton reads the source of a function from its file
         with mock.patch.object(triton_helpers, "set_driver_to_gpu", lambda: None):
-            found = runpy.run_path(str(file))
-    (kernel,) = (value for value in found.values() if isinstance(value, CachingAutotuner))
+            variables = runpy.run_path(str(file))
+    (kernel,) = (value for value in variables.values() if isinstance(value, CachingAutotuner))
     return [str(configuration).split(", num_ctas")[0] for configuration in kernel.configs]
 
 
