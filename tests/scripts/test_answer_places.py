@@ -15,9 +15,12 @@ NOTEBOOK = ROOT / "notebooks" / "06_tensor_parallel.ipynb"
 PLACES = {  # the exercise, what is changed in its solution, and the line that the message shows
     "06.4 shapes": ("tuple(F.linear(x, weight) => tuple(F.linear(x, weight.t())", "F.linear(x, weight.t())"),
     "06.4 backward": ("row.t() @ x.flatten(0, -2) => row @ x.flatten(0, -2)", "row @ x.flatten(0, -2)"),
-    "06.7 dtype": ("rows.masked_fill(elsewhere, 0) => rows.float()", "found = F.embedding(rows.float(), self.weight)"),
+    "06.7 dtype": ("rows.masked_fill(elsewhere, 0) => rows.float()", "F.embedding(rows.float(), self.weight)"),
     "06.8 backward": ("grad.mul_(gradient[:, None]) => grad.mul_(gradient[None])", "grad.mul_(gradient[None])"),
-    "06.12 shapes": ("torch.mm(part, weight.t(), out=own) => torch.mm(part, weight, out=own)", "torch.mm(part, weight"),
+    "06.12 shapes": (
+        "torch.mm(x_chunk, weight.t(), out=out_chunk) => torch.mm(x_chunk, weight, out=out_chunk)",
+        "torch.mm(x_chunk, weight",
+    ),
 }
 METHODS = {
     "06.2 too few": ("return total, None => return total", "CopyToGroup.backward returned an incorrect number"),
