@@ -715,7 +715,7 @@ def test_what_can_not_be_sent_is_named_in_one_line(case, ranks):
 
 
 def test_other_bad_calls_get_one_line(ranks):
-    for function, expected in ((3, "3 is none"), (None, "None is none"), (lambda: ranks, "ranks (of type Ranks)")):
+    for function, expected in ((3, "3 is not"), (None, "None is not"), (lambda: ranks, "ranks (of type Ranks)")):
         with pytest.raises(ValueError) as caught:
             ranks(function)
         assert expected in str(caught.value) and "\n" not in str(caught.value)
