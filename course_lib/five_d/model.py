@@ -234,9 +234,8 @@ def local_stages(
     vars(model)["routing"] = next((router.routing for router in routers_of(model)), None)  # its stages have it as well
     schedule = schedule_of(layout, 2 * layout.pp)
     stages = split_stages(model, num_stages(schedule))
-    local: dict[int, nn.Module] = {
-        number: stages[number] for number in sorted({action.stage for action in schedule[mesh.pp.rank()]})
-    }
+    numbers = sorted({action.stage for action in schedule[mesh.pp.rank()]})
+    local: dict[int, nn.Module] = {number: stages[number] for number in numbers}
     for stage in local.values() if layout.recompute != "none" else ():  # `extra` may have compiled the blocks
         apply_recompute(stage, layout.recompute)
     return schedule, local

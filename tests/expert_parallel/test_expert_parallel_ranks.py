@@ -24,10 +24,9 @@ from course_lib.expert_parallel.model import (
     apply_expert_parallel,
     apply_moe,
     dispatch_ratio,
-    main,
-    options,
 )
 from course_lib.expert_parallel.nested_shards import NestedShard, shard_nested
+from course_lib.expert_parallel.program import main, options
 from course_lib.expert_parallel.router import Router, routers_of, take_counts
 from course_lib.recompute.modes import IGNORED
 from course_lib.sequence_parallel.model import apply_sequence_parallel

@@ -511,7 +511,7 @@ def test_the_heatmap_of_own_rows(tmp_path):
 def test_what_can_not_be_compared():
     with pytest.raises(ValueError, match="1B has rows of several batches.*: 128 x None, 256 x None; choose one"):
         heatmap([published(), published(global_batch_seqs=128)], "x")
-    with pytest.raises(ValueError, match="no rows"):
+    with pytest.raises(ValueError, match="a heatmap needs rows"):
         heatmap([], "x")
     with pytest.raises(ValueError, match="across 'gpus': it is one of nodes, ranks"):
         heatmap([published()], "x", across="gpus")

@@ -16,7 +16,7 @@ from course_kit.typed import grad_of, transformer_blocks, world
 from course_lib.collectives.traffic import count_traffic
 from course_lib.data_parallel.replicas import DataParallel, find_diverged_params, parallel_accumulate
 from course_lib.expert_parallel import mixture as mixtures
-from course_lib.expert_parallel import model as program
+from course_lib.expert_parallel import model as parallel
 from course_lib.expert_parallel import router
 from course_lib.expert_parallel.experts import Experts
 from course_lib.expert_parallel.mixture import MoE
@@ -117,10 +117,10 @@ def spread(groups: ExpertGroups, tp: str, **routing) -> Transformer:
         apply_sequence_parallel(model, groups.tp, reduce_group=all_ranks)
     batch_group = all_ranks if tp in ("sequence", "tokens") else groups.dp
     if tp == "tokens":  # experts are spread over all ranks
-        program.apply_expert_parallel(model, all_ranks, batch_group=batch_group)
+        parallel.apply_expert_parallel(model, all_ranks, batch_group=batch_group)
         return filled(model)
     split = groups.tp if tp != "none" else None
-    program.apply_expert_parallel(model, groups.exchange, groups.copies, batch_group, split)
+    parallel.apply_expert_parallel(model, groups.exchange, groups.copies, batch_group, split)
     experts = cast(MoE, transformer_blocks(model)[0].mlp).experts
     check_shapes(experts, math.prod(each.size() for each in groups.exchange), groups.tp.size())
     return filled(model)
