@@ -31,7 +31,7 @@ SCRIPT = """\
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task={cores}
 #SBATCH --gpus-per-node={gpus}
-{more}#SBATCH --output=runs/slurm/%x-%j.log
+{extra}#SBATCH --output=runs/slurm/%x-%j.log
 
 first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((20000 + SLURM_JOB_ID % 10000))

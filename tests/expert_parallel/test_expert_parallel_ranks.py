@@ -18,13 +18,8 @@ from course_lib.collectives.traffic import count_traffic
 from course_lib.context_parallel.model import apply_context_parallel
 from course_lib.data_parallel.replicas import DataParallel, find_diverged_params, parallel_accumulate
 from course_lib.expert_parallel import model as expert_model
-from course_lib.expert_parallel.model import (
-    ExpertGroups,
-    MoE,
-    apply_expert_parallel,
-    apply_moe,
-    dispatch_ratio,
-)
+from course_lib.expert_parallel.mixture import MoE, apply_moe
+from course_lib.expert_parallel.model import ExpertGroups, apply_expert_parallel, dispatch_ratio
 from course_lib.expert_parallel.nested_shards import NestedShard, shard_nested
 from course_lib.expert_parallel.program import main, options
 from course_lib.expert_parallel.router import Router, routers_of, take_counts
