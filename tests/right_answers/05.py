@@ -45,11 +45,11 @@ def global_norm(gradients: list[tuple[torch.Tensor, dist.ProcessGroup | None]]) 
 import math
 
 
-def diagnose(pieces: list[list[float]], used: list[list[float]]) -> str | None:
+def diagnose(shards: list[list[float]], used: list[list[float]]) -> str | None:
     def near(step, expected):
         return all(math.isclose(u, e, rel_tol=1e-3) for u, e in zip(step, expected))
 
-    steps = list(zip(zip(*pieces), zip(*used)))  # (of each rank its piece, of each rank what it used)
+    steps = list(zip(zip(*shards), zip(*used)))  # (of each rank its piece, of each rank what it used)
     if all(near(u, [math.sqrt(sum(p * p for p in piece))] * len(u)) for piece, u in steps):
         return "right"
     if all(near(u, piece) for piece, u in steps):

@@ -269,88 +269,88 @@ def global_norm(gradients):
     return torch.tensor(float(sum(squares.values())) ** 0.5)
 
 # %% 05.5 looks at the first step only
-def diagnose(pieces, used):
-    pieces, used = np.array(pieces), np.array(used)
-    right, total = np.sqrt((pieces**2).sum(axis=0)), pieces.sum(axis=0)
-    for word, expected in {"right": right, "own part": pieces, "sum of norms": total}.items():
+def diagnose(shards, used):
+    shards, used = np.array(shards), np.array(used)
+    right, total = np.sqrt((shards**2).sum(axis=0)), shards.sum(axis=0)
+    for word, expected in {"right": right, "own part": shards, "sum of norms": total}.items():
         if np.allclose(used[:, 0], expected[..., 0], rtol=1e-3, atol=0):
             return word
     return None
 
 # %% 05.5 looks at rank 0 only
-def diagnose(pieces, used):
-    pieces, used = np.array(pieces), np.array(used)
-    right, total = np.sqrt((pieces**2).sum(axis=0)), pieces.sum(axis=0)
-    for word, expected in {"right": right, "own part": pieces[0], "sum of norms": total}.items():
+def diagnose(shards, used):
+    shards, used = np.array(shards), np.array(used)
+    right, total = np.sqrt((shards**2).sum(axis=0)), shards.sum(axis=0)
+    for word, expected in {"right": right, "own part": shards[0], "sum of norms": total}.items():
         if np.allclose(used[0], expected, rtol=1e-3, atol=0):
             return word
     return None
 
 # %% 05.5 one step that fits is enough
-def diagnose(pieces, used):
-    pieces, used = np.array(pieces), np.array(used)
-    right, total = np.sqrt((pieces**2).sum(axis=0)), pieces.sum(axis=0)
-    for word, expected in {"right": right, "own part": pieces, "sum of norms": total}.items():
+def diagnose(shards, used):
+    shards, used = np.array(shards), np.array(used)
+    right, total = np.sqrt((shards**2).sum(axis=0)), shards.sum(axis=0)
+    for word, expected in {"right": right, "own part": shards, "sum of norms": total}.items():
         if np.isclose(used, expected, rtol=1e-3, atol=0).any():
             return word
     return None
 
 # %% 05.5 the nearest explanation, however far
-def diagnose(pieces, used):
-    pieces, used = np.array(pieces), np.array(used)
-    right, total = np.sqrt((pieces**2).sum(axis=0)), pieces.sum(axis=0)
-    explanations = {"right": right, "own part": pieces, "sum of norms": total}
+def diagnose(shards, used):
+    shards, used = np.array(shards), np.array(used)
+    right, total = np.sqrt((shards**2).sum(axis=0)), shards.sum(axis=0)
+    explanations = {"right": right, "own part": shards, "sum of norms": total}
     return min(explanations, key=lambda word: np.abs(used - explanations[word]).max())
 
 # %% 05.5 fake: asks only whether the ranks agree
-def diagnose(pieces, used):
-    pieces, used = np.array(pieces), np.array(used)
-    right, total = np.sqrt((pieces**2).sum(axis=0)), pieces.sum(axis=0)
+def diagnose(shards, used):
+    shards, used = np.array(shards), np.array(used)
+    right, total = np.sqrt((shards**2).sum(axis=0)), shards.sum(axis=0)
     if not np.allclose(used, used[0], rtol=1e-3, atol=0):
         return "own part"
     return "right" if np.allclose(used, right, rtol=1e-3, atol=0) else "sum of norms"
 
 # %% 05.5 forgets the root
-def diagnose(pieces, used):
-    pieces, used = np.array(pieces), np.array(used)
-    right, total = np.sqrt((pieces**2).sum(axis=0)), pieces.sum(axis=0)
-    for word, expected in {"right": right**2, "own part": pieces, "sum of norms": total}.items():
+def diagnose(shards, used):
+    shards, used = np.array(shards), np.array(used)
+    right, total = np.sqrt((shards**2).sum(axis=0)), shards.sum(axis=0)
+    for word, expected in {"right": right**2, "own part": shards, "sum of norms": total}.items():
         if np.allclose(used, expected, rtol=1e-3, atol=0):
             return word
     return None
 
 # %% 05.5 the right norm is the largest
-def diagnose(pieces, used):
-    pieces, used = np.array(pieces), np.array(used)
-    right, total = np.sqrt((pieces**2).sum(axis=0)), pieces.sum(axis=0)
-    for word, expected in {"right": pieces.max(axis=0), "own part": pieces, "sum of norms": total}.items():
+def diagnose(shards, used):
+    shards, used = np.array(shards), np.array(used)
+    right, total = np.sqrt((shards**2).sum(axis=0)), shards.sum(axis=0)
+    for word, expected in {"right": shards.max(axis=0), "own part": shards, "sum of norms": total}.items():
         if np.allclose(used, expected, rtol=1e-3, atol=0):
             return word
     return None
 
 # %% 05.5 the words of two explanations mixed up
-def diagnose(pieces, used):
-    pieces, used = np.array(pieces), np.array(used)
-    right, total = np.sqrt((pieces**2).sum(axis=0)), pieces.sum(axis=0)
-    for word, expected in {"right": total, "own part": pieces, "sum of norms": right}.items():
+def diagnose(shards, used):
+    shards, used = np.array(shards), np.array(used)
+    right, total = np.sqrt((shards**2).sum(axis=0)), shards.sum(axis=0)
+    for word, expected in {"right": total, "own part": shards, "sum of norms": right}.items():
         if np.allclose(used, expected, rtol=1e-3, atol=0):
             return word
     return None
 
 # %% 05.5 equal means equal to the last digit
-def diagnose(pieces, used):
-    pieces, used = np.array(pieces), np.array(used)
-    right, total = np.sqrt((pieces**2).sum(axis=0)), pieces.sum(axis=0)
-    for word, expected in {"right": right, "own part": pieces, "sum of norms": total}.items():
+def diagnose(shards, used):
+    shards, used = np.array(shards), np.array(used)
+    right, total = np.sqrt((shards**2).sum(axis=0)), shards.sum(axis=0)
+    for word, expected in {"right": right, "own part": shards, "sum of norms": total}.items():
         if (used == expected).all():
             return word
     return None
 
 # %% 05.5 a tolerance of 5 percent
-def diagnose(pieces, used):
-    pieces, used = np.array(pieces), np.array(used)
-    right, total = np.sqrt((pieces**2).sum(axis=0)), pieces.sum(axis=0)
-    for word, expected in {"right": right, "own part": pieces, "sum of norms": total}.items():
+def diagnose(shards, used):
+    shards, used = np.array(shards), np.array(used)
+    right, total = np.sqrt((shards**2).sum(axis=0)), shards.sum(axis=0)
+    for word, expected in {"right": right, "own part": shards, "sum of norms": total}.items():
         if np.allclose(used, expected, rtol=0.05, atol=0):
             return word
     return None
