@@ -12,7 +12,7 @@ attention_exact.py; SDPA's flash runs twice to measure the noise. In the file:
             ours, and by the kernels for Hopper: ms, rates and errors. Each at its best tile sizes
 
 The aims, for heads of 128 and sequences from 2k to 16k: forward as fast as SDPA's flash and at 0.85 or more of cuDNN's
-speed, backward at 0.9 or more of flash's, and errors no larger than those of SDPA. `missed` lists the misses.
+speed, backward at 0.9 or more of flash's, and errors no larger than SDPA's. `missed` lists the misses.
 """
 
 from collections.abc import Callable, Iterator
@@ -93,6 +93,6 @@ def missed(results: dict[str, list[dict]]) -> list[str]:
             if reached < aim:
                 lines.append(f"{name}, {row['pass']}: {reached:.2f} of {rival}, the aim is {aim}")
         ours, theirs = row["errors"]["ours"], max(row["errors"][name] for name in BACKENDS if name in row["errors"])
-        if row["pass"] == "forward" and ours > 1.01 * theirs:  # a case's errors are those of both passes
+        if row["pass"] == "forward" and ours > 1.01 * theirs:  # a case's errors cover both passes
             lines.append(f"{name}: an error of {ours:.2e}, SDPA's is {theirs:.2e}")
     return lines

@@ -122,7 +122,7 @@ def document_lengths(tokens: int, count: int) -> list[int]:
 def padded(
     lengths: list[int], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
-    """Pad documents to the longest one, run flash, and remove the padding. positions: those of all tokens in the padded
+    """Pad documents to the longest one, run flash, and remove the padding. positions: all tokens in the padded
     batch.
     """
     batch, longest = len(lengths), max(lengths)

@@ -20,7 +20,8 @@ def exact_head(
 
 
 def exact(lengths: list[int], causal: bool, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
-    """Return out, and, if q requires a gradient, those of q, k and v, for the output gradient that all methods get.
+    """Return out, and, if q requires a gradient, the gradients of q, k and v, for the output gradient that all methods
+    get.
 
     q: [b, s, a, d]; k, v: [b, s, kv, d]; their rows, in order, are sequences of these lengths.
     """

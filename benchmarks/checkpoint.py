@@ -7,7 +7,7 @@ steps, in float32. The runs alternate, each after a barrier and until all ranks 
 
     save                  course_lib.checkpoint.checkpoints.save: copy, write, fsync of every file, checksums, commit
     load                  course_lib.checkpoint.checkpoints.load into the same layout, with checksums
-    load elsewhere        the same into another layout, that of ELSEWHERE
+    load elsewhere        the same into another layout, ELSEWHERE
     torch.save            all chunks are sent to rank 0's host, which writes one file, without an fsync
     torch.save, fsync     the same, with an fsync of the file
     torch.load            every rank maps the full file into memory and copies its own chunks
@@ -17,10 +17,10 @@ Then, also in alternation, at least STEPS training steps: as many as a save take
     quiet                 no save
     Checkpoints.save      a save begins before the first step; "stall": the time of the call, "steps": the rest,
                           "extra": the rest minus the quiet steps before it
-    async_save            that of torch.distributed.checkpoint, of the same tensors: with an fsync of every file,
+    async_save            torch.distributed.checkpoint's, with the same tensors: with an fsync of every file,
                           without checksums and commit
 
-Times are those of rank 0, in seconds: median, minimum and maximum of REPETITIONS. A loaded file was written just before
+Times are rank 0's, in seconds: median, minimum and maximum of REPETITIONS. A loaded file was written just before
 and comes from memory. "host_peak_mib": the peak of rank 0's process above its memory before, the maximum of
 REPETITIONS. Before any timing, both ways must restore every bit. Runs on two and four ranks on this machine's CPU, or
 on one rank per GPU.

@@ -4,8 +4,8 @@
 
 Attention: METHODS in both orders against an all-gather of K and V and F.scaled_dot_product_attention, with a mask made
 beforehand for each chunk of queries, whose keys end where the chunk does; backward reduce-scatters (GatherSequence).
-Which kinds run at which length: ON_CPU, ON_GPUS. "error": the norm of the error over that of one process's attention,
-the largest of out and three gradients.
+Which kinds run at which length: ON_CPU, ON_GPUS. "error": the norm of the error over the norm of one process's
+attention, the largest of out and three gradients.
 
 Sequence parallelism: a step (zero_grad, forward, loss of split logits, backward) of the preset `small` against DTensor:
 parallelize_module with Shard(1) between the layers, SequenceParallel norms and loss_parallel; DTensor leaves the sum of

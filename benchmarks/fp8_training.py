@@ -104,7 +104,7 @@ def spike_curve(model, optimizer, batches: list, growth: float = 1.0, at: int | 
 
 
 def spike_gaps(losses: list[float], base: list[float]) -> dict[str, float]:
-    """Return how far losses are above those of the base: at the spike, in the next 15 steps, in the last 10; and the
+    """Return how far losses are above the base's losses: at the spike, in the next 15 steps, in the last 10; and the
     loss of the last 10.
     """
     gaps = [mine - theirs for mine, theirs in zip(losses, base, strict=True)]

@@ -11,7 +11,7 @@ tests of kernels: FILE    the kernels' tests, compiled and on the GPU (pytest -m
 ready: FILE: KERNEL SIZE  compiles all kernels of the next job, and compares with PyTorch at this size
 FILE: KERNEL SIZE  kernels.py, attention.py, fp8.py: times against the rivals, the headline sizes first
 step               bench-1B: eager, compiled, with the kernels, in FP8: seconds, tokens/s, MFU, peak memory
-in turns: WAY      its steps and those of BF16 with the kernels, in alternation in one process: README's FP8 row
+in turns: WAY      its steps and BF16 steps with the kernels, in alternation in one process: README's FP8 row
 sanitizer: TOOL    compute-sanitizer over every kernel, small
 sectors            ncu's counts against the predictions of count_transactions (counters.py)
 """
@@ -248,8 +248,8 @@ def step(way: str, device: torch.device) -> Iterator[dict]:
 
 
 def in_turns(way: str, rival: str, device: torch.device) -> Iterator[dict]:
-    """Yield the ratio of a step's time to that of a rival's step, with both models in memory; then that of the rival to
-    itself, which is the noise. Raises AssertionError for a loss that is not finite.
+    """Yield the ratio of a step's time to the time of a rival's step, with both models in memory; then that of the
+    rival to itself, which is the noise. Raises AssertionError for a loss that is not finite.
     """
 
     def one_step(name: str) -> Callable[[], None]:

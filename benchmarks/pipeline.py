@@ -18,7 +18,7 @@ least of PEAKS; "mib_sent": by all ranks; "error": the largest difference of a g
 the largest element of that gradient. What does not run is written down with what it said.
 
 "halves": the price of a backward in two halves. In one process, on a middle stage of LAYERS layers: the time of F, I
-and W over that of F and B, for M micro-batches. Measured for our SplitPass, for PyTorch's stage_backward_input and
+and W over the time of F and B, for M micro-batches. Measured for our SplitPass, for PyTorch's stage_backward_input and
 stage_backward_weight, and for layers that keep x and dY and add to .grad themselves, as DualPipe's WeightGradStore
 does. All kinds run in turn, HALVES rounds.
 """

@@ -7,7 +7,7 @@ the inputs of attention and MLP prepared once for all matmuls, the logits left s
 KINDS: row layers in 1, 2 and 4 chunks, and "apart", f and then plain linear layers, so that nothing is hidden in
 backward. Two and four ranks on this machine's CPU, or a rank for each GPU. All have the same weights and tokens, and
 their losses are compared. Each kind runs in alternation with DTensor, each after a barrier, and so does DTensor with
-itself: the spread of that ratio is the noise. Times are rank 0's, medians of PAIRS pairs; those of a forward too.
+itself: the spread of that ratio is the noise. Times are rank 0's, medians of PAIRS pairs; forward alone too.
 """
 
 import contextlib

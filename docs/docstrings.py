@@ -3,7 +3,7 @@
 
 def read_plainly(app, what, name, obj, options, lines: list[str]) -> None:
     """Turn a docstring's lines into reStructuredText, in place."""
-    if what == "data":  # it has that of its type
+    if what == "data":  # it has its type's docstring
         lines.clear()
     plain, in_block = [], False
     for line in lines:

@@ -1,8 +1,8 @@
 """The tables of “Measurements”, from benchmarks/results/: a section for each file, with its machine and date.
 
-Of a file these are shown: runs in pairs (ours, theirs, their ratio, its spread, and that of theirs against itself,
-which is the noise), medians with their spread, times of kernels side by side, and whatever else is one number. Curves
-and other lists of numbers stay in the file.
+Of a file these are shown: runs in pairs (ours, theirs, their ratio, its spread, and the spread of theirs against
+itself, which is the noise), medians with their spread, times of kernels side by side, and whatever else is one number.
+Curves and other lists of numbers stay in the file.
 """
 
 import ast
@@ -108,7 +108,8 @@ def place(path: tuple[str, ...]) -> dict:
 
 
 def paired(path: tuple[str, ...], run: dict, runs: dict) -> dict:
-    """A row of runs in pairs. The noise is that of theirs against itself, in the same place (and the same order)."""
+    """A row of runs in pairs. The noise is the spread of theirs against itself, in the same place (and the same order).
+    """
     itself = [r"\g<rival> against itself", r"\g<rival> \g<order> against itself"]
     versus = re.compile(r"^(?:.*?(?P<order>\S*) )?against (?P<rival>.*)$")
     places = [tuple(versus.sub(new, part) for part in path) for new in itself]
@@ -123,7 +124,7 @@ def paired(path: tuple[str, ...], run: dict, runs: dict) -> dict:
 
 
 def side_by_side(row: dict) -> dict:
-    """A kernel's row: milliseconds of each column, and behind those of the others ours over theirs; or its MiB."""
+    """A kernel's row: milliseconds of each column, and behind the others' times ours over theirs; or its MiB."""
     where = {"kernel": row["kernel"], "size": row["size"].replace(" x ", "\u00a0x\u00a0"), "pass": row["pass"]}
     if "mib" in row:
         return where | {f"{name}, MiB": mib for name, mib in row["mib"].items()}

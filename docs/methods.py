@@ -1,6 +1,6 @@
 """Two drawings of the cheatsheet: the course's map, and all methods on one page, by what they save and what they cost.
 
-Names and words are those of CHEATSHEET.md, and so of the notebooks' recaps. methods.csv says of each method, in a word
+Names and words come from CHEATSHEET.md, and so from the notebooks' recaps. methods.csv says of each method, in a word
 or two, what it saves and costs.
 """
 

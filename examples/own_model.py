@@ -97,7 +97,7 @@ def train(model, optimizer, shard=lambda tensor: tensor, after_backward=lambda: 
 
 
 def compare(way: str, recompute: bool) -> tuple[list[float], list[float]]:
-    """Return the losses of the ranks together, and those of one process."""
+    """Return the losses of the ranks together, and one process's losses."""
     torch.manual_seed(0)
     model = copy.deepcopy(alone := Mine())
     if recompute:

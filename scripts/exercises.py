@@ -16,7 +16,7 @@ from course_kit.exercises.saved import digest_of_cells, exercise_cells, exercise
 from export import NOTEBOOKS, ROOT, ExportError, read_notebook
 
 PROGRESS = ROOT / "workbook" / notes.FOLDER
-STARRED = re.compile(r"^### Exercise (\d\d\.\d+) .*\n\*★", re.MULTILINE)  # those of the short path
+STARRED = re.compile(r"^### Exercise (\d\d\.\d+) .*\n\*★", re.MULTILINE)  # the short path
 BLANK = "raise NotImplementedError()"  # nbgrader's, in an exercise that has no answer yet
 
 
@@ -78,7 +78,7 @@ def state(name: str, cells: list[dict], folder: Path) -> str:
 def progress(notebooks: Path, folder: Path) -> str:
     """For each notebook, how many exercises pass, and the names of those in each state; ★: on the short path.
 
-    folder: that of the notes, beside the learner's notebooks.
+    folder: of the notes, beside the learner's notebooks.
     """
     lines = []
     for path in sorted(notebooks.glob("*.ipynb")):

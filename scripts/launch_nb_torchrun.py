@@ -97,7 +97,7 @@ def export(program: Program) -> None:
         answered = (
             " and ".join(filter(None, [", ".join(program.answered[:-1]), *program.answered[-1:]])) or "no notebook yet"
         )
-        say(f"your own work is that of {answered}; all else is the reference's")
+        say(f"your own answers come from {answered}; all else is the reference's")
 
 
 def torchrun_command(torchrun: list[str], program: Program, options: list[str]) -> list[str]:

@@ -22,7 +22,7 @@ class CheckFailed(AssertionError):
 
 
 def is_report(error: BaseException) -> bool:
-    """Return whether an error names its line and cause itself, as those of ranks do (notebook 03); a stack would hide
+    """Return whether an error names its line and cause itself, as errors on ranks do (notebook 03); a stack would hide
     them.
     """
     return hasattr(error, "_render_traceback_")

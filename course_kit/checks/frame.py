@@ -238,7 +238,7 @@ def fitting(exercise: str, cells: Cells, targets: dict[str, list[str]]) -> list[
             )
         for other, theirs in targets_by_exercise().items():
             if other != exercise and (both := [name for name in theirs.get(target, ()) if name in cell.definitions]):
-                raise CheckFailed(f"one exercise in a cell: {both[0]} is that of {other}")
+                raise CheckFailed(f"one exercise per cell: {both[0]} belongs to {other}")
         check_fits(inspect.getsource(library_module(cell.module)), cell, learners=True)
     return list(result.values())
 
@@ -260,7 +260,7 @@ def arguments(exercise: str, namespace: dict) -> dict:
 
 @contextlib.contextmanager
 def explaining(exercise: str, cells: Cells) -> Iterator[None]:
-    """Say of an error in an answer what its words alone do not: names are those of the library's module."""
+    """Say of an error in an answer what its words alone do not: names come from the library's module."""
     try:
         yield
     except CellError as error:

@@ -1,7 +1,7 @@
 """How nbgrader runs a submission: the nbgrader_config.py of `make course` names AUTOGRADE.
 
 nbgrader by itself fails a whole submission when a cell ends its kernel or does not let itself be interrupted, gives the
-points of a check that was not run, and takes those of a check that passes with a warning.
+points of a check that was not run, and takes the points of a check that passes with a warning.
 """
 
 import copy

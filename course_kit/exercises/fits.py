@@ -158,8 +158,8 @@ def same_import(node: ast.stmt, tree: ast.Module, name: str) -> bool:
 
 
 def line_above(text: str, cell: ExportedCell) -> int:
-    """Return the line above which the helpers of a cell are written: that of the first definition it replaces, or of
-    its class.
+    """Return the line above which the helpers of a cell are written: the line of the first definition it replaces, or
+    of its class.
     """
     all_lines = [find(text, cell.cls, None)] if cell.cls else [find(text, name, None) for name in cell.definitions]
     return min(lines[0] for lines in all_lines if lines)

@@ -287,7 +287,7 @@ def decorators(text: str, cls: str | None) -> dict[str, list[str]]:
 
 
 def can_swap(current: Any, node: Definition, wanted: list[str] | None) -> bool:
-    """Return True if the code of the library's function can be swapped: under its decorators, which are those of the
+    """Return True if the code of the library's function can be swapped: under its decorators, which belong to the
     cell's function, it is a plain function.
     """
     if isinstance(node, ast.ClassDef) or is_kernel(current) or wanted is None:

@@ -68,7 +68,7 @@ STEPS: dict[str, dict[str, str]] = {
 
 
 def undone(kernel, changes: dict[str, str]):
-    """Return a variant of the kernel with `changes` made in its source or in that of the functions it calls.
+    """Return a variant of the kernel with `changes` made in its source or in the functions it calls.
 
     Each key is a part of one line that occurs once in all of these sources; its value replaces it, with further lines
     indented like the first. New names must be constants and functions of the function's module. The variant of an

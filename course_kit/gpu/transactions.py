@@ -5,7 +5,7 @@ layouts tell which lane of which warp holds which element, and how wide an instr
 give the requests, and `sectors` counts the traffic of each. A kernel written thread by thread (`thread_blocks`) needs
 no layouts.
 
-The counts should be those of Nsight Compute's `l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum` (with `_ldgsts` for
+The counts should equal Nsight Compute's `l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum` (with `_ldgsts` for
 loads straight to shared memory) and `_st.sum`: sectors between the threads and the first cache. Savings by
 the caches are not modeled; `distinct_sectors` is the lower bound.
 """

@@ -49,7 +49,7 @@ def refused_by_program(runs: list[PublishedRun]) -> dict[str, tuple[int, int]]:
 
 def published_figure(runs: list[PublishedRun]) -> Figure:
     """Return a figure of predicted over measured step time, a dot per run and a row per program: above with the
-    constants of the course's program, below with those of the run's own program.
+    constants of the course's program, below with the constants of the run's own program.
     """
     from matplotlib.figure import Figure
 

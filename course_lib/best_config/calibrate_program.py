@@ -62,7 +62,7 @@ def parse_column(text: str, header: list[str]) -> dict:
 
 
 def columns_of(args: argparse.Namespace, header: list[str]) -> dict:
-    """Return the source of each value: from --columns, or else the header's names, with those of --column on top."""
+    """Return the source of each value: from --columns, or else the header's names, then overridden by --column."""
     from_options = {}
     for option in args.column:
         name, equals, text = option.partition("=")

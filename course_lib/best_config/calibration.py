@@ -191,7 +191,7 @@ def drop_undetermined(
 
 def determine(runs: list[MeasuredRun], cluster: Cluster, what: str) -> tuple[Cluster, list[Constant]]:
     """Fit the constants that the runs determine; return the cluster, and all constants. A constant of memory that
-    changes no prediction at the start is not fitted: a GPU's peak is that of its fullest stage, and a constant raised
+    changes no prediction at the start is not fitted: a GPU's peak is its fullest stage's, and a constant raised
     far enough would make another stage the fullest.
     """
     start = constants_of(cluster, what)

@@ -5,9 +5,9 @@
     Cluster("ours", peak_flops=989e12, memory_bytes=80 * 2**30, memory_bandwidth=3.35e12, node_link=450e9, network=50e9)
 
 A ring of n GPUs that moves `size` bytes past each GPU takes size / bandwidth + steps x latency (Thakur et al. 2005;
-notebook 03). Inside a node its bandwidth is that of the links. Beyond a node, the ring has as many network cards as it
-has GPUs in a node: ranks of one tensor-parallel group are neighbors, so the rings of data parallelism share the node's
-cards.
+notebook 03). Inside a node its bandwidth is the links' bandwidth. Beyond a node, the ring has as many network cards as
+it has GPUs in a node: ranks of one tensor-parallel group are neighbors, so the rings of data parallelism share the
+node's cards.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def preset(name: str, gpu: str, network: float, gpus_per_node: int = 8, **others
     return Cluster(name, network=network, gpus_per_node=gpus_per_node, **figures | others)
 
 
-# A preset's network is that of a typical system in hardware.csv: a cloud may have a quarter of it. All but "H100, EFA"
+# A preset's network is a typical system's in hardware.csv: a cloud may have a quarter of it. All but "H100, EFA"
 # have the software of the course's program (`Software`), whose rates are fitted to H100s.
 # An H100 at its power limit reaches a smaller share of its peak than an A100: the factors are fitted to llm-foundry's
 # runs on both (course_kit/planning/program_fits.py; 90%: 1.21 to 1.25, 1.74 to 1.83). Other GPUs have no runs: 1.

@@ -47,7 +47,7 @@ def layout_summary(
 
 
 def time_differences(ranking: Ranking, first: int, other: int) -> dict[str, float]:
-    """Return the parts of a step in which `other` differs from `first`, as shares of the first's step: those of 0.1% or
+    """Return the parts of a step in which `other` differs from `first`, as shares of the first's step: parts of 0.1% or
     more, the largest loss first.
     """
     e = ranking.estimate
@@ -78,7 +78,7 @@ def distance(table: LayoutTable, layout: Layout) -> np.ndarray:
 
 
 def changed_settings(layout: Layout, other: Layout) -> list[str]:
-    """Return the settings of `other` that differ from those of `layout`, such as "tp 8"."""
+    """Return the settings of `other` that differ from `layout`'s, such as "tp 8"."""
     short = {"micro_batch": "mb", "zero_stage": "zero", "virtual": "v", "replicate": "rep"}
     fields = ("dp", "pp", "cp", "tp", *COMPARED_SETTINGS, "micro_batch")
     names = [name for name in fields if getattr(layout, name) != getattr(other, name)]

@@ -32,7 +32,7 @@ class PlannedConfig(ModelConfig):
     """Sizes of a model for the planner alone.
 
     With `latent`, `head_dim` is the mean of qk_size and v_size, and kv_heads is heads: q and k together, v and the
-    output together, and the FLOPs of attention are then those of a model with such heads.
+    output together, and the FLOPs of attention are then computed for such heads.
     """
 
     latent: LatentAttention | None = None

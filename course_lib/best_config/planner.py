@@ -229,8 +229,8 @@ def search(
 
 
 def values_to_try(cluster: Cluster, gpus: int, batch: int, moe: dict | None, settings: dict) -> dict[str, tuple]:
-    """Return the values that a search tries for each of SETTINGS, those of `settings` first. Raises ValueError for an
-    unknown setting or value.
+    """Return the values that a search tries for each of SETTINGS, the values in `settings` first. Raises ValueError for
+    an unknown setting or value.
     """
     values = SETTINGS | settings
     values["micro_batch"] = values["micro_batch"] or divisors(batch)

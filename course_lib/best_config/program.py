@@ -55,7 +55,7 @@ def add_model_and_job(parser: argparse.ArgumentParser) -> None:
     add = model.add_argument
     add("--experts", type=int, help="experts per layer, in place of the MLP")
     add("--top-k", type=int, help="experts per token; 2 by default")
-    add("--expert-hidden", type=int, help="width of an expert; that of the MLP by default")
+    add("--expert-hidden", type=int, help="width of an expert; the MLP's width by default")
     add("--shared", type=int, help="experts that every token uses; none by default")
     add, known = job.add_argument, "; ".join(CLUSTERS)
     add("--cluster", default="H100", help=f"one of {known}; or a file like data/clusters/example.toml; H100 by default")

@@ -2,10 +2,10 @@
 
 A program's communication is known from its code and papers. Its rates are fitted to published runs, and tested on the
 sources that a fit left out (course_kit/planning/program_fits.py; the tables of benchmarks/planner.py have their 90%
-intervals). The exceptions: the rates of "course, kernels" are measured, those of "Llama 3" and "DeepSeek-V3" assumed,
-and nanotron's are the defaults of `Software`, fitted to the playbook's runs (`calibration`). A constant that a row does
-not name is the course's. The constants depend on each other: a faster matmul and slower other kernels predict nearly
-the same.
+intervals). The exceptions: the rates of "course, kernels" are measured, the rates of "Llama 3" and "DeepSeek-V3"
+assumed, and nanotron's are the defaults of `Software`, fitted to the playbook's runs (`calibration`). A constant that a
+row does not name is the course's. The constants depend on each other: a faster matmul and slower other kernels predict
+nearly the same.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def simplest(table: LayoutTable) -> int:
 
 
 def simplest_tie(ranking: Ranking, rows: np.ndarray, row: int) -> tuple[int, int]:
-    """Return the simplest layout among `rows` whose time and memory equal those of `row`, and the number of other
+    """Return the simplest layout among `rows` whose time and memory equal `row`'s, and the number of other
     layouts that tie with it.
     """
     step_s, needed = ranking.estimate.step_s, ranking.estimate.needed_bytes

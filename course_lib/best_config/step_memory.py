@@ -36,15 +36,15 @@ def expert_sizes(config: ModelConfig, moe: dict | None) -> tuple[int, int, int]:
 
 
 def head_in_layers(config: ModelConfig) -> float:
-    """Return the FLOPs of the output layer over those of a layer's matrices, as nanotron counts them."""
+    """Return the FLOPs of the output layer over the FLOPs of a layer's matrices, as nanotron counts them."""
     return config.vocab / (4 * config.attention_width + 3 * config.ffn_hidden)
 
 
 def stage_parameters(
     config: ModelConfig, layout, moe: dict | None, layers, embedding, head
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the parameters on a GPU of a stage with so many layers: those that all replicas have, and those of
-    experts, which dp x cp / ep ranks have. embedding, head: the share of each that the stage has, 0 to 1.
+    """Return the parameters on a GPU of a stage with so many layers: the parameters that all replicas have, and those
+    of experts, which dp x cp / ep ranks have. embedding, head: the share of each that the stage has, 0 to 1.
     """
     parts, tp = layer_parts(config), layout.tp
     _, experts, replicated = expert_sizes(config, moe)

@@ -45,8 +45,8 @@ OPTIMIZER_BYTES = 30  # moved per parameter
 def tensor_parallel_time(cluster: Cluster, layout, size) -> np.ndarray:
     """Return the seconds of a layer's eight all-gathers and reduce-scatters of `size` bytes, forward and backward.
 
-    Each takes `collective_s` to start, the time of its bytes in a ring, and `ring_step_s` for each rank beyond those of
-    the first node. For tp above 1; layout: one, or arrays of several.
+    Each takes `collective_s` to start, the time of its bytes in a ring, and `ring_step_s` for each rank beyond the
+    ranks of the first node. For tp above 1; layout: one, or arrays of several.
     """
     software, tp = cluster.software, np.asarray(layout.tp)
     bandwidth, beyond = ring(cluster, tp, 1)
@@ -238,8 +238,8 @@ def slowest_slot(config: ModelConfig, cluster: Cluster, layout: Layouts, seq: in
 def update_times(
     config: ModelConfig, cluster: Cluster, layout: Layouts, m, slot: np.ndarray, moe: dict | None
 ) -> dict[str, np.ndarray]:
-    """Return the seconds per step in which the GPU waits for gradients, and those of the optimizer. slot: seconds of
-    one micro-batch.
+    """Return the seconds per step in which the GPU waits for gradients, and the seconds of the optimizer. slot: seconds
+    of one micro-batch.
     """
     pp = np.asarray(layout.pp)
     dense, experts = stage_parameters(config, layout, moe, config.layers / pp, 1 / pp, (not config.tied) / pp)

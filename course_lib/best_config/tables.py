@@ -1,7 +1,7 @@
 """Many layouts as one table of arrays, so that one formula serves a single layout and a million of them.
 
 table = LayoutTable.of([Layout.parse("dp8"), Layout.parse("dp2,tp4,sp")])
-table.tp            array([1, 4])                 the names are those of Layout's fields
+table.tp            array([1, 4])                 the names of Layout's fields
 table[1]            Layout(dp=2, tp=4, …)         a row is a Layout again
 """
 
@@ -78,7 +78,7 @@ Layouts = Layout | LayoutTable  # what a formula takes: one layout, or n at once
 
 
 def joined(columns: list[dict[str, np.ndarray]], tables: list[LayoutTable]) -> dict[str, np.ndarray]:
-    """Return the columns of a table from those of its chunks, by name; a chunk's column may be one number."""
+    """Return the columns of a table from its chunks' columns, by name; a chunk's column may be one number."""
     return {
         name: np.concatenate([np.broadcast_to(each[name], len(t)) for each, t in zip(columns, tables, strict=True)])
         for name in columns[0]

@@ -188,7 +188,7 @@ def empty_states(parallel: ParallelModel, tensors: Tensors) -> States:
 
 
 def check_config(config: ModelConfig, saved_config: dict) -> None:
-    """Raise CheckpointError if a checkpoint is of a model of other sizes. saved_config: that of checkpoint.json."""
+    """Raise CheckpointError if a checkpoint is of a model of other sizes. saved_config: from checkpoint.json."""
     saved = dataclasses.asdict(ModelConfig(**saved_config))
     for name, value in dataclasses.asdict(config).items():
         if name not in NOT_OF_WEIGHTS and saved[name] != value:

@@ -58,7 +58,7 @@ def from_file(argv: list[str]) -> list[str]:
 
 
 def program_parser() -> argparse.ArgumentParser:
-    """Return the parser of the program's options: those of training_parser, some with another meaning, and its own."""
+    """Return the parser of the program's options: training_parser's, some with another meaning, and its own."""
     parser = argparse.ArgumentParser(
         prog="five_d",
         description="Train with data, tensor, context, expert and pipeline parallelism together.",
@@ -83,7 +83,7 @@ def program_parser() -> argparse.ArgumentParser:
     add("--max-norm", type=float, default=1.0, help="maximum norm of all gradients")
     add("--experts", type=int, help="experts per layer; default: a model without experts")
     add("--top-k", type=int, help="experts per token; default: 2")
-    add("--expert-hidden", type=int, help="width of an expert; default: that of the preset's MLP")
+    add("--expert-hidden", type=int, help="width of an expert; default: the width of the preset's MLP")
     add("--shared", type=int, help="experts that every token goes through; default: none")
     add("--balance", type=float, default=0.01, help="weight of the balance loss")
     add("--peak-tflops", type=float, help="of a device, for MFU, if the course does not know the device")
@@ -185,7 +185,7 @@ def train(
         fullest = torch.full((), encoded, dtype=torch.int64, device=device)
         dist.all_reduce(fullest, dist.ReduceOp.MAX)
         values = torch.stack([step_loss.double(), step_norm.double(), fullest.double()])  # exact up to 2^53
-        loss, norm, encoded = values.tolist()  # waits for the device: the time is that of the full step
+        loss, norm, encoded = values.tolist()  # waits for the device: the time covers the full step
         step_s = time.perf_counter() - start
         peak_memory, rank = divmod(int(encoded), layout.ranks)
         speed = batch * args.seq / step_s / layout.ranks
@@ -207,7 +207,7 @@ def train(
 
 def main(argv: list[str] | None = None) -> list[dict]:
     """Train with these options, and return the records. Rank 0 prints one line per step and writes the file of --out.
-    Tokens/s and MFU are per device; memory is that of the fullest rank.
+    Tokens/s and MFU are per device; memory is the fullest rank's.
 
     Needs the default process group. Raises ValueError if the layout does not fit the ranks.
     """

@@ -1,6 +1,6 @@
 """How often to save, and the cost of failures.
 
-    mtbf_s       mean time between failures of the job: that of one GPU divided by the number of GPUs
+    mtbf_s       mean time between failures of the job: one GPU's, divided by the number of GPUs
     save_s       seconds that training waits for a save: for a save beside training, the time of the copy alone
     restart_s    seconds from a failure to the first step after it
 

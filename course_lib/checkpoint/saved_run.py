@@ -34,7 +34,7 @@ class SavedRun:
     """A run with checkpoints. The constructor loads the last checkpoint of a folder, if there is one, and the position
     of the data; then after(step, loss, norm) saves every `every` steps. step: number of steps done. Collective.
 
-    root: None for a run that saves nothing. same: settings that must equal those of the checkpoint; plan: settings that
+    root: None for a run that saves nothing. same: settings that must equal the checkpoint's; plan: settings that
     may differ, which is printed; bad_steps: the number in a row that stops the run. Raises CheckpointError, on all
     ranks, if `same` differs, the checkpoint cannot be loaded, a running job holds the folder (see FolderLock), anyone
     may write to the folder, or it cannot be made. The folder is locked until finish() or release().
@@ -139,7 +139,7 @@ class SavedRun:
         stops = self.bad_in_a_row == self.bad_steps
         if stops or last and self.checkpoints is not None:
             message = f"{'stopped' if stops else 'ended'}: {self.bad_in_a_row} steps in a row skipped; "
-            message += f"the weights are those of step {self.last_finite_step}"
+            message += f"the weights come from step {self.last_finite_step}"
             if self.checkpoints is not None:
                 self.checkpoints.close()
                 message += f"; {first_or_raise(None, self.set_aside) or ''}{self.last_good()}"

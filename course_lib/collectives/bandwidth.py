@@ -19,7 +19,7 @@ from course_lib.collectives.into_tensor import all_gather_into_tensor, reduce_sc
 def bandwidths(collective: str, size: int, seconds: float, world_size: int) -> tuple[float, float]:
     """Return the algorithm and the bus bandwidth, in bytes per second, of a collective on `size` bytes.
 
-    Their definitions are those of nccl-tests (doc/PERFORMANCE.md). collective: all_reduce, reduce_scatter, all_gather,
+    The definitions follow nccl-tests (doc/PERFORMANCE.md). collective: all_reduce, reduce_scatter, all_gather,
     all_to_all, broadcast or reduce. Raises ValueError for any other.
     """
     n = world_size

@@ -19,7 +19,8 @@ from course_lib.single_gpu.training import out_file
 
 # exercise 03.3
 def tree_broadcast(tensor: torch.Tensor, src: int = 0, group: dist.ProcessGroup | None = None) -> None:
-    """Copy `tensor` of rank `src` of the group into that of every other rank, in ⌈log₂ N⌉ steps along a binomial tree.
+    """Copy `tensor` of rank `src` of the group into `tensor` of every other rank, in ⌈log₂ N⌉ steps along a binomial
+    tree.
 
     Uses dist.send and dist.recv alone, with group_dst= and group_src=.
     tensor: contiguous, any shape and dtype, the same on all ranks.

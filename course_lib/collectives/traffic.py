@@ -115,7 +115,7 @@ class count_traffic(TorchDispatchMode):
 
 
 def records_of(operator: str, given: dict) -> list[Record]:
-    """Return the records of one operator: one, or those of a batch of sends and receives; none for a wait."""
+    """Return the records of one operator: one, or the records of a batch of sends and receives; none for a wait."""
     group = given["process_group"] if "process_group" in given else given.get("group_name")
     if isinstance(group, str):
         group = dist.distributed_c10d._resolve_process_group(cast(Any, group))

@@ -6,9 +6,9 @@ merge to
     lse = log(e^lse_A + e^lse_B)        out = e^(lse_A - lse) out_A + e^(lse_B - lse) out_B
 
 (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax".) Backward works block by block as well: with
-the merged lse, p = e^(z - lse) are the right probabilities of any block, and its gradients are those of an attention
-whose other keys are elsewhere (Dao et al. 2022, FlashAttention, appendix B.2). A block of attention is therefore two
-functions:
+the merged lse, p = e^(z - lse) are the right probabilities of any block, and its gradients are the gradients of an
+attention whose other keys are elsewhere (Dao et al. 2022, FlashAttention, appendix B.2). A block of attention is
+therefore two functions:
 
     forward(q, k, v, causal) -> out, lse
     backward(gradient, q, k, v, out, lse, causal) -> gradients of q, k, v;   out, lse: merged, over all keys

@@ -128,7 +128,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> list[dict]:
     """Train as the options say. Rank 0 prints one line per step and writes the records to --out; tokens/s are per GPU:
-    those of its batch, divided by the ranks that share the batch.
+    the tokens of its batch, divided by the ranks that share the batch.
 
     Returns the records. Needs the default process group. Raises ValueError if ranks, model or sequence cannot be split
     over --cp and --tp.

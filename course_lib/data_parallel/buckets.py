@@ -182,9 +182,9 @@ class Reducer:
     def add(self, parameter: nn.Parameter, final: bool) -> None:
         """Store a gradient that backward has made; if it is the step's final one, launch the buckets that are ready.
 
-        The final gradient is stored with `bucket.scale`, those of earlier micro-batches with 1. With the final one the
-        parameter leaves `bucket.missing`, in every mode, and every bucket that is complete starts, but only after all
-        buckets before it; `self.launched` counts them. If `self.launches_early` is False, none starts here.
+        The final gradient is stored with `bucket.scale`, gradients of earlier micro-batches with 1. With the final one
+        the parameter leaves `bucket.missing`, in every mode, and every bucket that is complete starts, but only after
+        all buckets before it; `self.launched` counts them. If `self.launches_early` is False, none starts here.
         """
         bucket = self.bucket_of[parameter]
         bucket.store(parameter, bucket.scale if final else 1.0)

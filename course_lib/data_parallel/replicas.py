@@ -146,11 +146,12 @@ def parallel_accumulate(
     dtype: torch.dtype = torch.float32,
     loss_of: Callable[..., torch.Tensor] = summed_loss,
 ) -> torch.Tensor:
-    """Run forward and backward of this rank's micro-batches, then `dp.finish()`: each gradient is that of the mean loss
-    over all target tokens of all micro-batches of all ranks.
+    """Run forward and backward of this rank's micro-batches, then `dp.finish()`: each gradient is the gradient of
+    the mean loss over all target tokens of all micro-batches of all ranks.
 
-    micro_batches: one or more of (inputs, targets), [b, s] each; dtype, loss_of: see `accumulate`. Gradients are sent
-    once. Returns that loss, a float32 scalar, the same on all ranks; loss and gradients are 0 if no rank has a target.
+    micro_batches: one or more of (inputs, targets), [b, s] each; dtype, loss_of: see `accumulate`. Gradients are
+    sent once. Returns that loss, a float32 scalar, the same on all ranks; loss and gradients are 0 if no rank has a
+    target.
     """
     micro_batches = list(micro_batches)
     tokens = torch.stack([(targets != IGNORED).sum() for _, targets in micro_batches]).sum().float()
@@ -190,7 +191,8 @@ def find_diverged_params(module: nn.Module, group: dist.ProcessGroup | None = No
 
 # exercise 04.11
 def overlap_ratio(tokens: int, dp: int, bandwidth: float, peak: float, gradient_bytes: int = 2) -> float:
-    """Return the time of the gradients' all-reduce divided by that of the backward beside it; up to 1 it can be hidden.
+    """Return the time of the gradients' all-reduce divided by the time of the backward beside it; up to 1 it can be
+    hidden.
 
     tokens: of one GPU's (last) micro-batch; bandwidth: bytes that a GPU sends per second (the bus bandwidth of
     notebook 03); peak: floating-point operations per second. The Ultra-Scale Playbook, appendix A3, corrected: the

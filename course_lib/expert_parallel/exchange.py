@@ -59,7 +59,9 @@ class AsyncAllToAll:
 
 
 class StartAllToAll(OnceDifferentiable):
-    """Start an all-to-all in forward, for WaitAllToAll to wait for; in backward wait for that of the gradients."""
+    """Start an all-to-all in forward, for WaitAllToAll to wait for; in backward wait for the all-to-all of the
+    gradients.
+    """
 
     @staticmethod
     def forward(ctx, all_to_all: AsyncAllToAll, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -72,7 +74,7 @@ class StartAllToAll(OnceDifferentiable):
 
 
 class WaitAllToAll(OnceDifferentiable):
-    """Wait in forward for the all-to-all that StartAllToAll started; in backward start that of the gradients."""
+    """Wait in forward for the all-to-all that StartAllToAll started; in backward start the gradients' all-to-all."""
 
     @staticmethod
     def forward(ctx, all_to_all: AsyncAllToAll, *received: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -27,7 +27,7 @@ RunExperts = Callable[[torch.Tensor, torch.Tensor, Callable[[], object]], torch.
 
 
 class MoE(nn.Module):
-    """A mixture of `experts` SwiGLU MLPs of width `ffn_hidden` (None: that of the dense MLP), top_k of them per token.
+    """A mixture of `experts` SwiGLU MLPs of width `ffn_hidden` (None: the dense MLP's width), top_k of them per token.
 
     shared: how many more experts all tokens pass through, as one MLP. routing: of Routing. `run(x, gates,
     overlap_with)` returns the routed experts' output for x, and calls overlap_with() once; apply_expert_parallel

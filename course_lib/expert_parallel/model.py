@@ -194,7 +194,7 @@ def dispatch_ratio(
     dispatch_bytes: float = 2,
     combine_bytes: float = 2,
 ) -> float:
-    """Return the time of dispatch and combine over that of the experts, in forward; hidden size and tokens cancel.
+    """Return the time of dispatch and combine over the time of the experts, in forward; hidden size and tokens cancel.
 
     copies: the number of other ranks (or nodes) that a token is sent to; top_k: experts per token, shared ones too;
     bandwidth: bytes per second per GPU on the link that is crossed; peak: floating-point operations per second;

@@ -1,7 +1,8 @@
 """Shards of shards: a parameter that is split over one group, and each shard over another, along any dimensions.
 
 An expert's matrices are split over the nodes, over the ranks of a node, and along their width over tensor-parallel
-ranks. The placement of such a parameter has a NestedShard, where that of a parameter split once has a TensorShard.
+ranks. The placement of such a parameter has a NestedShard, where the placement of a parameter split once has a
+TensorShard.
 """
 
 from __future__ import annotations

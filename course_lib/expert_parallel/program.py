@@ -31,7 +31,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--experts", type=int, default=8, help="experts per layer")
     parser.add_argument("--top-k", type=int, default=2, help="experts per token")
-    parser.add_argument("--expert-hidden", type=int, help="width of an expert; that of the preset's MLP by default")
+    parser.add_argument("--expert-hidden", type=int, help="width of an expert; default: the preset's MLP width")
     parser.add_argument("--shared", type=int, default=0, help="shared experts, which every token passes through")
     parser.add_argument("--score", default="softmax", choices=list(SCORES), help="of the router")
     parser.add_argument("--balance", type=float, default=0.01, help="coefficient of the balance loss")
@@ -69,7 +69,7 @@ def routing_of(args: argparse.Namespace) -> dict:
 
 def main(argv: list[str] | None = None) -> list[dict]:
     """Train as the options say. Rank 0 prints one line per step, and at the end how uneven the last step's choices
-    were, and writes the records to --out. tokens/s are per GPU: those of its batch, divided by the ranks that share it.
+    were, and writes the records to --out. tokens/s are per GPU: its batch's, divided by the ranks that share it.
 
     Returns the records. Needs the default process group. Raises ValueError if the ranks or experts cannot be split.
     """

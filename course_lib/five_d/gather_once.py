@@ -43,7 +43,7 @@ class GatherOncePerStep(FullyShard):
     # exercise 10.10
     def gather(self) -> None:
         """Start all all-gathers, in the order of forward; before a step, on all ranks. The stages have unsharded
-        parameters afterwards, whose values may still be in flight; those of the root have arrived. `unreduced` has all
+        parameters afterwards, whose values may still be in flight; the root's values have arrived. `unreduced` has all
         units then, in the order of forward.
         """
         for flat in (flat for unit in [self.root, *self.units] for flat in unit.flat_params):

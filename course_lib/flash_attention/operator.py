@@ -48,7 +48,7 @@ def launch_hopper(q, k, v, cu_seqlens, longest, causal, scale) -> tuple[torch.Te
 
 def fastest(launches: tuple[Launch, ...], q: torch.Tensor, longest: int, causal: bool, args: tuple) -> Launch:
     """Return the fastest of these launches, which compute the same, on this GPU: measured once for each dtype, head
-    size, class of lengths and mask. A launch that fails, or whose result differs from that of the first, is left out
+    size, class of lengths and mask. A launch that fails, or whose result differs from the first's, is left out
     with a warning.
     """
     key = *launches, q.device, q.dtype, q.shape[3], causal, length_class(longest)
@@ -220,7 +220,7 @@ def flash_attention_varlen(
 
     cu_seqlens: int32 [sequences + 1], on q's device: 0, then the end of each sequence, the last one t. max_seqlen: the
     length of the longest sequence, known on the host. A larger value costs some programs that end immediately; with a
-    smaller one, rows beyond it are not written, and this is not checked. The arguments are those of
+    smaller one, rows beyond it are not written, and this is not checked. The arguments equal those of
     flash_attn_varlen_func (Dao 2023).
     """
     if q.ndim != 3 or k.ndim != 3 or v.ndim != 3 or k.shape[0] != q.shape[0]:

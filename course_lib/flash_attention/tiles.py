@@ -41,7 +41,7 @@ class Tile(NamedTuple):
 def key_bounds(first_row: int, block_q: int, block_k: int, s_q: int, s_k: int, causal: bool) -> tuple[int, int]:
     """Return (unmasked_end, end): tiles of the keys [0, unmasked_end) need no mask, those up to end do.
 
-    The tiles are those of the queries [first_row, first_row + block_q), with first_row < s_q, as far as there are that
+    The tiles contain the queries [first_row, first_row + block_q), with first_row < s_q, as far as there are that
     many; each begins at a multiple of block_k, and unmasked_end is one, too. The keys from end on are seen by none of
     these queries. A tile needs no mask where it has block_k keys and the first of the queries, hence each, sees them
     all. The tile of the last key before end may reach past it; where causal is off, end is s_k.
@@ -90,7 +90,7 @@ def visible_pairs(s_q: int, s_k: int, causal: bool) -> int:
 def flops_forward(b: int, s_q: int, s_k: int, heads: int, head_dim: int, causal: bool) -> int:
     """Return the FLOPs of the two matmuls of forward, of visible pairs only: 4 d each.
 
-    heads: those of the queries; GQA has fewer keys and values to load, but the same matmuls.
+    heads: of the queries; GQA has fewer keys and values to load, but the same matmuls.
     """
     return 4 * head_dim * heads * b * visible_pairs(s_q, s_k, causal)
 

@@ -21,7 +21,7 @@ from course_lib.fp8.rounding import cast_fp8, widen_first, widen_fp8
 from course_lib.kernels.rounding import interpreted, widen
 
 SCALE_FLOOR = tl.constexpr(SMALLEST_SCALE)
-# The rows (or columns) of a tile that share a scale: each has its own, those of the tile, those of the matrix.
+# The rows (or columns) of a tile that share a scale: one scale each, per tile, or per matrix.
 EACH, PROGRAM_TILE, MATRIX = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 # The source of scales: the tile's own amax, an amax that was measured before, or given scales.
 LOCAL_AMAX, MEASURED_AMAX, GIVEN_SCALE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -98,7 +98,7 @@ def divide(x, scale, BOUNDED: tl.constexpr):
 
 @triton.jit
 def round_tile(tile, scale, dtype: tl.constexpr, POWER_OF_TWO: tl.constexpr, BOUNDED: tl.constexpr):
-    """Return tile / scale as `dtype`, saturated; NaN for values that are not finite. BOUNDED: the scale is that of an
+    """Return tile / scale as `dtype`, saturated; NaN for values that are not finite. BOUNDED: the scale comes from an
     amax which no finite element exceeds.
     """
     if POWER_OF_TWO:
@@ -140,8 +140,8 @@ def quantize_kernel(
     x_scale=None, x_step_row=0, x_step_column=0,
 ):  # fmt: skip
     """Quantize one tile of x into values, and its transpose into transposed, unless these are None. If one scale serves
-    both, `transposed_scale` is None. Blocks and steps are in the order of x. If scales are given, `amax` gets that of
-    the matrix. x_scale: x itself is in 8 bits, in tiles of 1 x 128.
+    both, `transposed_scale` is None. Blocks and steps are in the order of x. If scales are given, `amax` gets the amax
+    of the matrix. x_scale: x itself is in 8 bits, in tiles of 1 x 128.
     """
     tiles_across = tl.cdiv(columns, COLUMNS)
     tile_row, tile_column = tl.program_id(0) // tiles_across, tl.program_id(0) % tiles_across
@@ -151,7 +151,7 @@ def quantize_kernel(
     loaded = tl.load(x + row * x_row + column, inside, other=0.0)
     if x_scale is None:
         tile = widen(loaded) if transposed is None else widen_first(loaded)
-    else:  # a program's tile is 128 columns wide, as those of x, or half
+    else:  # a program's tile is 128 columns wide, as the blocks of x, or half
         of_row = x_scale + row * x_step_row + first_column // 128 * x_step_column
         tile = widen_fp8(loaded) * tl.load(of_row, row < rows, other=0.0)
     # A thread loads 16 bytes at once. Without the hint it would also store 16, and so hold two or four times as many
@@ -188,8 +188,8 @@ def amax_kernel(
     x, amax, rows, columns, x_row, step_row, step_column,
     DOWN: tl.constexpr, ACROSS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Combine the amax of each block of a tile into `amax` by an atomic maximum of the bits, whose order is that of
-    floats from 0 on.
+    """Combine the amax of each block of a tile into `amax` by an atomic maximum of the bits, whose order is the order
+    of floats from 0 on.
     """
     tiles_across = tl.cdiv(columns, COLUMNS)
     tile_row, tile_column = tl.program_id(0) // tiles_across, tl.program_id(0) % tiles_across

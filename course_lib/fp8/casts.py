@@ -157,8 +157,8 @@ def quantize_by_kernel(
     block_columns: int, power_of_two: bool, rowwise: bool, columnwise: bool, record: bool,
     x_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return the fields of `CastOutputs`. A block has the same shape in x and in its transpose. scale, amax: those of x
-    if `rowwise`, else of the transpose; None: each block's own. x_scale: that of x, if it is in 8 bits, in tiles.
+    """Return the fields of `CastOutputs`. A block has the same shape in x and in its transpose. scale, amax: of x
+    if `rowwise`, else of the transpose; None: each block's own. x_scale: the scale of x, if it is in 8 bits, in tiles.
     """
     block = block_rows, block_columns
     outputs = cast_outputs(x, dtype, block, rowwise, columnwise, scale is not None, record)
@@ -231,7 +231,7 @@ def quantize_fused(
     """Return `quantize`, to the bit, of x [rows, columns] in float32, bfloat16 or float16, in blocks of TILE, SQUARE,
     ROW or TENSOR. transposed: quantize x.t(), without making it: x is read in its own order.
 
-    scale: that of the matrix to quantize; None: each block's own. Raises ValueError for inputs that do not fit.
+    scale: of the matrix to quantize; None: each block's own. Raises ValueError for inputs that do not fit.
     """
     check_cast(x.t() if transposed else x, dtype, block, scale)
     x, needs_amax = x.detach(), block == TENSOR or block == ROW and (transposed or x.shape[1] > LONGEST_BLOCK)
@@ -246,7 +246,7 @@ def quantize_both(
     power_of_two: bool = False, scale: torch.Tensor | None = None,
 ) -> tuple[Quantized, Quantized]:  # fmt: skip
     """Quantize row-wise and column-wise: return `quantize` of x and of x.t(), both from the unrounded x, which is read
-    once, twice for TENSOR, and three times for ROW. scale: that of x, in square blocks; with it x is read once. Raises
+    once, twice for TENSOR, and three times for ROW. scale: of x, in square blocks; with it x is read once. Raises
     ValueError for inputs that do not fit.
     """
     check_cast(x, dtype, block, scale)

@@ -72,8 +72,8 @@ class DelayedQuantizer(Quantizer):
 
     # exercise 14.7
     def next_scale(self, amax: torch.Tensor) -> torch.Tensor:
-        """Return the scale [1, 1] for a matrix whose largest magnitude is amax [1, 1]: that of the largest amax of the
-        history, or of this one while the history is empty.
+        """Return the scale [1, 1] for a matrix whose largest magnitude is amax [1, 1]: the scale of the largest amax of
+        the history, or of this one while the history is empty.
 
         In training, `self.amax` becomes the largest since the last `update`. Reads no value on the host; a second call
         with the same amax, as in recomputation, changes nothing.
@@ -86,7 +86,7 @@ class DelayedQuantizer(Quantizer):
     # exercise 14.7
     @torch.no_grad()
     def update(self) -> None:
-        """End a step: its amax, by now that of all ranks, joins the history, and the oldest leaves.
+        """End a step: its amax, by now the maximum over all ranks, joins the history, and the oldest leaves.
 
         Afterwards `self.amax` is 0, and `self.updated` True. Reads no value on the host.
         """

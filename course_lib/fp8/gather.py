@@ -21,7 +21,7 @@ the like. The count alone is not enough: the fused optimizers of `torch.optim` d
 The layer gets the values in the gathered dtype, and the scale, and rounds again, which does not change values that have
 8 bits already. This holds for any scale, in float32 and bfloat16: their rounding error is far below half a unit of 8
 bits. (It does not hold in float16: the smallest codes times a scale are below its range.) If the matmul of backward
-needs other blocks than that of forward (ROW, TILE), it rounds rounded values, which changes results slightly; TENSOR
+needs other blocks than the forward matmul (ROW, TILE), it rounds rounded values, which changes results slightly; TENSOR
 and SQUARE serve both.
 """
 
@@ -93,7 +93,7 @@ def shard_codes(shard: torch.Tensor, first: int, shape: torch.Size, quantizer: Q
 class Fp8Payload:
     """The bytes that travel for the parameters of one flat buffer, some of which are weights in 8 bits.
 
-    quantizers: those of the weights in 8 bits, by index. A payload has the other parameters' elements in the gathered
+    quantizers: of the weights in 8 bits, by index. A payload has the other parameters' elements in the gathered
     dtype, padded to the largest number of them on any rank, then a code for each element of the shard.
     """
 

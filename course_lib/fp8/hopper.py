@@ -14,7 +14,7 @@ tensor cores idle for a fifth or a third of the time. Therefore (1 is DeepSeek's
 2. Scales are requested before the matmul, and have arrived when it is done.
 3. A square has one scale, and a row of the tile one product of both: 1 float32 instruction per element, not 2.
 
-The remaining cost is registers. Sums and partial sums of 128 x 128 elements take half of an SM's 256 KB; those of 128 x
+The remaining cost is registers. Sums and partial sums of 128 x 128 elements take half of an SM's 256 KB; sums of 128 x
 256, the usual tile of FP8 matmuls, would take all. A smaller tile loads more: 64 bytes from L2 for each clock of tensor
 cores, against 48. If no scale changes along k, tl.dot promotes by itself: max_num_imprecise_acc=128 (by default never).
 """

@@ -118,7 +118,7 @@ class Fp8LinearFunction(OnceDifferentiable):
 
 
 class Fp8Linear(nn.Module):
-    """`linear` with its three matmuls in 8 bits: [..., in] to [..., out]. Its parameters are those of `linear`.
+    """`linear` with its three matmuls in 8 bits: [..., in] to [..., out]. Its parameters are `linear`'s.
 
     splits: by role, the groups over which the matrices of this layer are split.
     """

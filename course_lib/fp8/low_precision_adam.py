@@ -11,7 +11,7 @@ float32: 4 + 4 + 4 bytes. The arithmetic of a step stays in float32; the state i
 Why the root. The update is m / (sqrt(v) + eps). If v rounds to 0 and m does not, it is m / 1e-8, which destroys the
 weight. Squaring doubles all exponents. In one block, e4m3 holds numbers as far apart as 1 to 230,000; for v these are
 gradients no further apart than 1 to 479. The root of v has as narrow a range as m, and its rounding error, 1/16 at
-most, is that of the update. A v that would still round to 0 becomes the smallest number above 0: a smaller step, never
+most, is the update's. A v that would still round to 0 becomes the smallest number above 0: a smaller step, never
 a huge one.
 
 How rounding to nearest affects means. A step changes v by (1 - beta2)(g^2 - v), so v falls by 5% at most with a beta2

@@ -69,7 +69,7 @@ def apply_fp8(model: nn.Module, recipe: Recipe, batch_group: dist.ProcessGroup |
     model. Apply it after apply_tensor_parallel, before recomputation, data parallelism and ZeRO. A recipe with matmuls
     in BF16 changes nothing. Routers and experts (notebook 08) are left alone.
 
-    batch_group: the ranks that share the batch, if scales are to be those of the full batch. Call
+    batch_group: the ranks that share the batch, if scales are to cover the full batch. Call
     `update_scales(model)` after each optimizer step of a recipe with delayed scaling. A split model computes what one
     process computes if each rank's shard is an integer number of blocks; a block that spans two ranks is cut there.
 
@@ -149,7 +149,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> list[dict]:
     """Train as the options say, and return the records. Rank 0 prints one line per step and writes the records to
-    --out; tokens/s are those of its batch, divided by the ranks that share it. Weights and optimizer states are in
+    --out; tokens/s count its batch, divided by the ranks that share it. Weights and optimizer states are in
     float32, sharded.
 
     Needs the default process group. Raises ValueError if --tp does not divide the number of ranks.

@@ -67,7 +67,7 @@ class Quantizer(Float32Buffers):
         return scale_of(amax, self.cast.dtype, self.cast.power_of_two)
 
     def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> Quantized:
-        """Return x [rows, k] in 8 bits. scale: that of the same x, from before. Raises ValueError for an x that is in
+        """Return x [rows, k] in 8 bits. scale: of the same x, from before. Raises ValueError for an x that is in
         8 bits already.
         """
         if x.itemsize == 1:

@@ -93,7 +93,7 @@ def store_weights(model: nn.Module, recipe: Recipe) -> list[StoredWeight]:
 
 
 def gradients_by_weight(weights: list[StoredWeight], recipe: Recipe) -> list[tuple[StoredWeight, torch.Tensor]]:
-    """Return each weight that has a gradient since the last step, with the gradient: the sum, or that of a backward."""
+    """Return each weight that has a gradient since the last step, with the gradient: the sum, or a backward's."""
     gradients = []
     for stored in weights:
         if stored.total is not None and stored.summed:

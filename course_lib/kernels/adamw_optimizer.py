@@ -100,7 +100,7 @@ def update_many(
 def launch_many(
     rows: list[tuple[int, ...]], like: torch.Tensor, aligned: bool, settings: tuple, betas: tuple[float, float]
 ) -> None:
-    """Launch once for the tensors at these addresses. rows: those of adamw_many_kernel's table; like: one of the
+    """Launch once for the tensors at these addresses. rows: of adamw_many_kernel's table; like: one of the
     gradients.
     """
     device = like.device

@@ -143,8 +143,8 @@ def chunked_cross_entropy(
     hidden_needed: bool,
     weight_needed: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the loss, the number of counted rows, and the gradients of the rows' summed loss: that of hidden in
-    `dtype`, the dtype of the matmuls, that of weight in float32; empty if they are not needed.
+    """Return the loss, the number of counted rows, and the gradients of the rows' summed loss: for hidden in
+    `dtype`, the dtype of the matmuls, for weight in float32; empty if they are not needed.
     """
     tokens, vocab = len(hidden), len(weight)
     width = triton.cdiv(vocab, 64) * 64  # rows begin at multiples of 128 bytes, as the fast matmul kernels require

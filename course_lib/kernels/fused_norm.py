@@ -14,7 +14,7 @@ weight):
     here, with residual      x, residual -> s, y             4 n      dy, s, ds -> dx                 4 n      s, r
     eager, with residual     x, residual -> s; s -> y        5 n      dy, s -> dx; dx, ds -> dx       6 n      s, r
 
-The sum is rounded once to its own dtype, and the norm is that of the rounded sum: backward reads the same values.
+The sum is rounded once to its own dtype, and the norm is computed from the rounded sum: backward reads the same values.
 Everything else is float32, rounded at the store.
 
 dw is a sum over rows that different programs hold. Atomic additions would make it differ from run to run, so each of P
@@ -101,7 +101,7 @@ class FusedRMSNorm(nn.RMSNorm):
             raise ValueError(f"FusedRMSNorm normalizes one dimension and has a weight; got {self.extra_repr()}")
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None):
-        # The default is that of the arithmetic's dtype, as in PyTorch.
+        # The default belongs to the arithmetic's dtype, as in PyTorch.
         eps = torch.finfo(torch.float32).eps if self.eps is None else self.eps
         return rms_norm(x, self.weight, eps, residual)
 

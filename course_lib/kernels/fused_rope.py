@@ -34,7 +34,7 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate each pair (i, i + d/2) of x: [b, s, a, d] by its angle; cos, sin: [s, d/2] or [b, s, d/2].
 
     Any strides are allowed; a copy is made first only if the last axis is not contiguous. Returns [b, s, a, d],
-    contiguous, in the dtype of x * cos: that of x if all are alike, float32 for bfloat16 x (a linear layer's, under
+    contiguous, in the dtype of x * cos: x's dtype if all are alike, float32 for bfloat16 x (a linear layer's, under
     autocast) with float32 angles. Raises ValueError for other shapes, dtypes other than bfloat16, float16 and float32,
     several devices, and for angles that require a gradient, which is not computed.
     """
@@ -100,7 +100,7 @@ def rope_kernel(
 
 @torch.library.custom_op("course::rope", mutates_args=())
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, backwards: bool, dtype: torch.dtype) -> torch.Tensor:
-    """Compute rope. backwards: rotate by minus the angle; dtype: that of the result."""
+    """Compute rope. backwards: rotate by minus the angle; dtype: the result's."""
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     if out.numel():
         x, cos, sin = (each if each.stride(-1) == 1 else each.contiguous() for each in (x, cos, sin))

@@ -96,7 +96,7 @@ def swiglu_forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 @torch.library.custom_op("course::swiglu_backward", mutates_args=())
 def swiglu_backward(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of gate and of up: [..., f], contiguous, from that of swiglu(gate, up)."""
+    """Return the gradients of gate and of up: [..., f], contiguous, from the gradient of swiglu(gate, up)."""
     grad_gate = torch.empty_like(gate, memory_format=torch.contiguous_format)
     grad_up = torch.empty_like(grad_gate)
     if grad.numel():

@@ -117,7 +117,8 @@ def draw_memory_hierarchy(ax, gpu: GPU) -> None:
     """Draw registers, shared memory and L1, L2, HBM as a pyramid: the size of one and of all, the bandwidth of all, and
     the scope.
 
-    Shared memory's bandwidth is that of its banks at the highest clock; L2's is omitted if it is not published.
+    Shared memory's bandwidth is the bandwidth of its banks at the highest clock; L2's is omitted if it is not
+    published.
     """
     registers, tb = 4 * gpu.registers_per_sm, 1e12
     l2 = gpu.l2_bytes_per_clock and f"{gpu.l2_bytes_per_clock * gpu.clock_hz / tb:,.1f} TB/s"

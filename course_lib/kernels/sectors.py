@@ -61,7 +61,7 @@ class Count:
 
     def add(self, addresses: np.ndarray, active: np.ndarray, size: int) -> None:
         """Add requests of lanes that each touch `size` bytes at each of their addresses. Both arrays: [requests,
-        touches], where the touches of a request are those of all its lanes.
+        touches], where the touches of a request are the touches of all its lanes.
         """
         self.requests += int(active.any(axis=1).sum())
         self.bytes += size * touched_units(addresses, active, size)

@@ -156,7 +156,7 @@ def cut_numbers(values: torch.Tensor, fmt: FloatFormat) -> CutNumbers:
 
 
 def with_top_codes(code: torch.Tensor, values: torch.Tensor, fmt: FloatFormat, saturate: bool) -> torch.Tensor:
-    """Return the codes of `values`, given those of |values|: fix overflows and NaN, and set the sign bits."""
+    """Return the codes of `values`, given the codes of |values|: fix overflows and NaN, and set the sign bits."""
     exists = fmt.top_codes != "finite"
     overflow = fmt.largest_code + (exists and not saturate)
     code = torch.where(code > fmt.largest_code, overflow, code)

@@ -121,7 +121,7 @@ class LossScaler(nn.Module):
 
     S is multiplied by `growth` after `interval` steps without inf and nan, and by `backoff` after a step with them.
     group: the ranks that skip a step together, all ranks of a model; None: this process alone. The state is buffers on
-    the device, so that to(), state_dict() and load_state_dict() are those of a module. Raises ValueError for invalid
+    the device, so that to(), state_dict() and load_state_dict() work as a module's. Raises ValueError for invalid
     settings.
 
     On several ranks: DataParallel has the same gradients on all ranks after finish(), and needs no group; fully_shard

@@ -101,7 +101,7 @@ def play(schedule: Schedule) -> Iterator[tuple[int, int, int]]:
 
 # exercise 09.6
 def validate(schedule: Schedule, m: int | None = None) -> list[int]:
-    """Return how many micro-batches' activations each rank holds at most, those of each of its stages counted apart.
+    """Return how many micro-batches' activations each rank holds at most, counting each of its stages apart.
 
     m: the number of micro-batches; None: one more than the largest index. Raises ValueError unless each stage does
     each micro-batch once, on one rank, as F and B or as F, I and W, and no others, and for a deadlock (with that word

@@ -158,7 +158,7 @@ class DeferredWeightGrad:
 
     @torch.no_grad()  # as autograd runs a backward
     def to_proxies(self) -> None:
-        """Add the weights' gradients to those of their proxies."""
+        """Add the weights' gradients to the proxies' gradients."""
         grads = self.run()
         for i, (edge, _) in self.edges.items():
             if grads[i] is not None:

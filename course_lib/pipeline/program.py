@@ -46,7 +46,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> list[dict]:
-    """Train as the options say. Rank 0 prints one line per step and writes the records to --out. tokens/s are those of
+    """Train as the options say. Rank 0 prints one line per step and writes the records to --out. tokens/s count
     a pipeline's batch, divided by its ranks.
 
     Returns the records. Needs the default process group. Raises ValueError if --pp does not divide the ranks, or the

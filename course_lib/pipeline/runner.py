@@ -143,7 +143,7 @@ class Step:
 class PipelineRunner:
     """Runs a schedule on this rank's stages. Its constructor is collective over the default group.
 
-    stages: all stages or those of this rank, as a list or by number; group: the pipeline's ranks, in order;
+    stages: all stages or this rank's, as a list or by number; group: the pipeline's ranks, in order;
     loss_of(output of the last stage, targets): the sum of the losses; dp_group: see the module; before_step,
     after_step: called at the beginning and at the end of each step. `stages` is a ModuleDict of this rank's stages.
     Raises ValueError if stages, schedule and group do not fit.
@@ -192,7 +192,7 @@ class PipelineRunner:
         pass None as inputs (if all batches have one shape), those without the last None as targets. dtype: of the
         matmuls (autocast). tokens: see `accumulate`. no_sync: makes the context for all but a weight's last backward.
         positions: [s] or [b, s], if the ranks split the sequence. Raises ValueError if m does not divide b or a batch
-        is missing, RuntimeError if weights are not those of the constructor, or under torch.no_grad().
+        is missing, RuntimeError if the weights differ from the constructor's, or under torch.no_grad().
         """
         check_step(self, inputs, targets)
         split_inputs, split_targets = split_batch(inputs, self.m), split_batch(targets, self.m)
@@ -233,7 +233,7 @@ class PipelineRunner:
     ) -> list[StageInput | None]:
         """Return the shape and dtype of each stage's input, inferred once for each shape of a batch: then collective.
 
-        batch: the shape of the batch, None on ranks that have none; inputs, args: those of its first micro-batch.
+        batch: the shape of the batch, None on ranks that have none; inputs, args: of its first micro-batch.
         """
         known = next((shape for shape, kind in self.shapes if kind == dtype), None)
         key = known if batch is None else batch, dtype
@@ -286,7 +286,7 @@ class PipelineRunner:
 
 # exercise 09.17
 def pipeline_ratio(hidden: int, layers: float, bandwidth: float, peak: float, number_bytes: float = 2) -> float:
-    """Return the time to send a hidden state over that of the next stage's forward; up to 1 it can be hidden.
+    """Return the time to send a hidden state over the time of the next stage's forward; up to 1 it can be hidden.
 
     hidden: h; layers: of the stage; bandwidth: bytes per second of the link; peak: FLOP/s;
     number_bytes: bytes per element that is sent. Tokens cancel. The Ultra-Scale Playbook, appendix A3 (16 h² weights

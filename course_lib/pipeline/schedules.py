@@ -13,7 +13,7 @@ rank between its first and its last action; live: micro-batches whose activation
     zero_bubble_v    0 for equal times                    2p (half as large)   2, in a V
     dualpipe         (p/2-1) (t_f + 2 t_i - t_w)          p + 1             2, of which each is on two ranks
 
-Times are those of an action: one of interleaved takes 1/v of a whole rank's. zero_bubble: t_w at most t_f and t_i, m
+Times are per action: one of interleaved takes 1/v of a whole rank's. zero_bubble: t_w at most t_f and t_i, m
 at least p (H1), 2p - 1 (H2 and V); dualpipe: t_f at most t_i. Huang et al. 2018 (GPipe: afab); Narayanan et al.
 2019, 2021 (PipeDream, Megatron-LM: 1F1B, interleaved); Llama Team 2024, §3.3.2 (runs); Qi et al. 2023 (zero bubble:
 H1, H2, V); DeepSeek-V3 2024, §3.2.1 (DualPipe).

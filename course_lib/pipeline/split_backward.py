@@ -87,7 +87,7 @@ class SplitPass(StagePass):
     """A StagePass whose backward is input_gradient and, any time after it, weight_gradients.
 
     After input_gradient, `deferred` has what is left for weight_gradients, in the same order on all ranks that run the
-    same stage (it may communicate). `weights` and `proxies` are those of the stage, in one order.
+    same stage (it may communicate). `weights` and `proxies` belong to the stage, in one order.
     """
 
     def __init__(self, stage: nn.Module, x: torch.Tensor, output_fn: OutputFn, *args):

@@ -32,7 +32,7 @@ def final_backwards(stages: nn.ModuleDict, actions: list[Action]) -> set[int]:
     """Return the indices of a rank's actions after which weights have all of their gradient.
 
     These are the last B or W of each stage, in the order of the list; of stages that share a weight, only the last.
-    stages: those of this rank, by number as a string.
+    stages: this rank's, by number as a string.
     """
     last = {action.stage: i for i, action in enumerate(actions) if action.kind in "BW"}
     weights = {int(number): set(stage.parameters()) for number, stage in stages.items()}

@@ -8,7 +8,7 @@ from torch import nn
 
 
 def check_blocks(model: nn.Module) -> None:
-    """Raise TypeError for a model whose blocks have no `attention.core`, unlike those of the course's models, and
+    """Raise TypeError for a model whose blocks have no `attention.core`, unlike the course's models, and
     ValueError for blocks that torch.compile has wrapped.
     """
     blocks = getattr(model, "blocks", [None])

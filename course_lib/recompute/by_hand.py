@@ -69,7 +69,7 @@ def autocast_now(device_type: str) -> dict:
 def random_state(tensors: Iterable[object]) -> tuple[torch.Tensor, dict, dict]:
     """Return what a forward on `tensors` depends on besides them: (CPU generator's state, {GPU: its state}, autocast).
 
-    The GPUs are those of the CUDA tensors among `tensors`; `autocast` is what `autocast_now` returns.
+    The GPUs are the devices of the CUDA tensors among `tensors`; `autocast` is what `autocast_now` returns.
     """
     gpus = {t.device for t in tensors if isinstance(t, torch.Tensor) and t.device.type == "cuda"}
     autocast = autocast_now("cuda" if gpus else "cpu")

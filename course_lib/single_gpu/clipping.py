@@ -1,4 +1,4 @@
-"""Gradient clipping where the norm is not that of one process's gradients."""
+"""Gradient clipping where one process does not have all gradients."""
 
 from __future__ import annotations
 

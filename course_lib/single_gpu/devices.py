@@ -3,7 +3,7 @@
     peak_flops("NVIDIA H100 80GB HBM3")                   9.89e14
     peak_flops("NVIDIA GeForce RTX 4090 Laptop GPU")      None: the table has no row for it
 
-The figures are those of course_lib/data/hardware.csv. A new accelerator is a new row there, with its source.
+The figures come from course_lib/data/hardware.csv. A new accelerator is a new row there, with its source.
 """
 
 from __future__ import annotations

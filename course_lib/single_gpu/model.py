@@ -50,7 +50,7 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
 def long_rope_angles(positions: torch.Tensor, config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """Return rope_angles of a model whose context was lengthened (Llama 3.1, `rope_type: llama3`): pairs that turn
     less than once in `rope_trained` tokens turn `rope_factor` times more slowly, pairs that turn more than 4 times as
-    before, the others in between. Llama Team 2024, §3.4.2; the numbers 1 and 4 are those of the published models.
+    before, the others in between. Llama Team 2024, §3.4.2; the published models have 1 and 4.
     """
     pairs = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32)
     speeds = config.rope_theta ** (-pairs / config.head_dim)  # radians per token

@@ -49,7 +49,7 @@ class Placement:
     """How a parameter is sharded, where its gradient is reduced, and how it counts in the gradient norm.
 
     tensor_shard: the indices that this rank has; None: all. reduce_group: the ranks with the same values, which reduce
-    the gradient together; None: those of the wrapper (DataParallel, ZeroOptimizer, fully_shard). norm_groups: the
+    the gradient together; None: the wrapper's ranks (DataParallel, ZeroOptimizer, fully_shard). norm_groups: the
     groups over which squares are summed for the norm of the full gradient, the last split first. flat_shard: the
     elements that fully_shard leaves on this rank. stages: numbers of the pipeline stages that hold it; None: one.
     """

@@ -95,7 +95,7 @@ def train(
     for number in range(1, steps + 1):
         start = time.perf_counter()
         inputs, targets = (part.to(device, non_blocking=True) for part in next(batches))
-        # .item() waits for the device: the time is that of the complete step.
+        # .item() waits for the device: the time covers the complete step.
         step_loss = step(model, optimizer, inputs, targets, dtype).item()
         step_s = time.perf_counter() - start
         speed = inputs.numel() / step_s / ranks_per_batch

@@ -202,7 +202,7 @@ def train_by_hand(args: argparse.Namespace, device: str) -> list[dict]:
 
 def main(argv: list[str] | None = None) -> list[dict]:
     """Train as the options say. Rank 0 prints one line per step and writes the records to --out; tokens/s are per GPU:
-    those of its batch, divided by the ranks that share the batch.
+    the tokens of its batch, divided by the ranks that share the batch.
 
     Returns the records. Needs the default process group. Raises ValueError if --tp does not divide the ranks or does
     not fit the model.

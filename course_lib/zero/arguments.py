@@ -46,7 +46,7 @@ def check_arguments(
 
 
 def check_states(param_groups: list[dict], state_dict: dict) -> None:
-    """Raise ValueError unless a state_dict is that of an optimizer with these parameter groups."""
+    """Raise ValueError unless a state_dict comes from an optimizer with these parameter groups."""
     if not {"state", "param_groups"} <= set(state_dict):
         raise ValueError("not the state of an optimizer: it has no state or no param_groups")
     sizes = [[len(each["params"]) for each in groups] for groups in (param_groups, state_dict["param_groups"])]

@@ -119,7 +119,7 @@ class CopyToSlot(torch.autograd.Function):
 class ContiguousCheckpoints:
     """Keeps the inputs of `model.blocks` in one buffer, one slot each, until backward; without grad it keeps nothing.
 
-    tokens: the largest b x s of a forward; dtype: that of the hidden states. `remove()` undoes it. A forward raises
+    tokens: the largest b x s of a forward; dtype: of the hidden states. `remove()` undoes it. A forward raises
     ValueError for an input that does not fit, and RuntimeError if an earlier forward still needs the slot.
     """
 

@@ -257,7 +257,7 @@ class FullyShard(nn.Module):
 
 # exercise 05.14
 def gather_ratio(tokens: int, dp: int, bandwidth: float, peak: float, param_bytes: float = 2) -> float:
-    """Return the time of a unit's all-gather divided by that of its forward; up to 1 prefetch can hide it.
+    """Return the time of a unit's all-gather divided by the time of its forward; up to 1 prefetch can hide it.
 
     tokens: in a GPU's micro-batch; bandwidth: bytes per second of a GPU (bus bandwidth); peak: floating-point
     operations per second. The Ultra-Scale Playbook, appendix A3, with bytes in place of elements.

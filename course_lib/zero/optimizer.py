@@ -125,7 +125,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Accumulate this rank's gradients without reducing them. Raises RuntimeError in stage 2."""
         if not self.supports_no_sync:
             raise RuntimeError(
-                "no_sync() keeps unsharded gradients, as stage 1 does; stage 2 reduces those of every backward"
+                "no_sync() keeps unsharded gradients, as stage 1 does; stage 2 reduces gradients in every backward"
             )
         before, self.synchronizes = self.synchronizes, False
         try:
@@ -255,7 +255,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Return the unsharded state, on the CPU of every rank: that of `optimizer_cls` in one process. Collective.
+        """Return the unsharded state, on the CPU of every rank, as `optimizer_cls` has it in one process. Collective.
 
         {"state": {number of the parameter: {name: full tensor, or a number}}, "param_groups": [...]}, as torch.optim
         has it: 12 bytes per parameter with Adam and master weights. Parameters of less than 32 bits have their float32

@@ -111,7 +111,7 @@ def divide_factors(dtype: torch.dtype, gradient_divide_factor: float) -> tuple[f
     """Return the factors of gradients before and after their sum over N ranks; together they make
     `gradient_divide_factor`, 1 / N.
 
-    dtype: that of the sum. The division costs least after a reduce-scatter, when a rank has only 1 / N of the elements.
+    dtype: the sum's dtype. The division costs least after a reduce-scatter, when a rank has only 1 / N of the elements.
     float16 is divided before: it ends at 65,504, a loss scale brings gradients close to that, and a sum of quotients
     overflows only where the mean does. (FSDP2 divides float16 before and after, by about the root of N each.)
     """

@@ -130,8 +130,8 @@ def library_text(module: str) -> str:
 
 
 def learners_texts(answers: Answers, path: Path, chapters: list[str]) -> dict[str, str]:
-    """Add to `answers` those of a learner's notebook and of the notebooks before it that the course has, without the
-    named chapters; returns the modules that hold them.
+    """Add to `answers` the answers of a learner's notebook and of the notebooks before it that the course has, without
+    the named chapters; returns the modules that hold them.
     """
     earlier = [notebook for notebook in sorted(WORKBOOK.glob("*.ipynb")) if notebook.name < path.name]
     earlier = [Path(os.path.relpath(notebook)) for notebook in earlier if (NOTEBOOKS / notebook.name).exists()]

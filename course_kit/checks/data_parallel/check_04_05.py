@@ -58,7 +58,7 @@ def check() -> None:
     names = {parameter: f"parameter {i}" for i, parameter in enumerate(mixed)}
     made = placed(iter(mixed), names, 1000)
     assert sorted(map(sorted, made)) == [[0, 8], [1, 3, 5, 7, 9], [2], [4], [6]], (
-        f"{made}: one bucket for each dtype, device (that of parameter 2) and reduce_group (those of 4 and 6)"
+        f"{made}: one bucket for each dtype, device (parameter 2 has another) and reduce_group (4 and 6 have others)"
     )
     assert made == [[6], [4], [2], [9, 7, 5, 3, 1], [8, 0]], (
         f"{made}: each bucket from the last parameter to the first, and sorted by the parameter that each took last"

@@ -130,7 +130,7 @@ def check() -> None:
                 where = f"{mode}, {micro_batches} micro-batches, rank {rank}"
                 assert quiet.calls == 0, f"{where}: {quiet.calls} all-reduces inside of no_sync()"
                 name, error = farthest(got, grads)
-                earlier = ", those of earlier micro-batches with 1" if micro_batches > 1 else ""
+                earlier = ", gradients of earlier micro-batches with 1" if micro_batches > 1 else ""
                 assert error < 1e-4, (
                     f"{where}: the gradient of {name} {cause(got[name], grads[name], 4)} "
                     f"(the final gradient is stored with bucket.scale{earlier})"

@@ -1,4 +1,4 @@
-"""Check of exercise 08.6: parameters there and active, against those of a model's tensors."""
+"""Check of exercise 08.6: parameters there and active, against a count of a model's tensors."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def parallelize_trial(text: str, moe: dict | None, config: ModelConfig, steps: i
     weights = [weight.numel() for weight in parallel.stages.parameters()]
     summed = max((placement_of(weight).reduce_group or mesh.replicas).size() for weight in parallel.stages.parameters())
     result = after_steps(parallel, steps)
-    inner = getattr(parallel.optimizer, "optimizer", parallel.optimizer)  # that of a ZeroOptimizer
+    inner = getattr(parallel.optimizer, "optimizer", parallel.optimizer)  # inside a ZeroOptimizer
     states = sum(each.numel() for state in inner.state.values() for each in state.values() if each.dim())
     share = mesh.experts.size() if layout.zero_stage in (1, 2) else 1  # experts are on the fewest ranks
     most = 2 * sum(weights) / share + 16 * len(weights)  # Adam has two, and shards are padded

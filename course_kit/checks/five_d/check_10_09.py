@@ -13,7 +13,9 @@ from course_lib.single_gpu.memory import param_count
 
 @functools.cache
 def counted_ratio() -> float:
-    """Return the bytes of ZeRO-3 over those of a pipeline, for eight micro-batches on eight ranks, by the reference."""
+    """Return the bytes of ZeRO-3 over the bytes of a pipeline, for eight micro-batches on eight ranks, by the
+    reference.
+    """
     with reference_models(), shared(8).within(40):
         sharded, piped = (
             sum(each[0] for each in shared(8)(sent_per_step, text, [m])) for text, m in (("dp8,zero3", 1), ("pp8", 8))

@@ -33,7 +33,7 @@ def check() -> None:
             out, lse = operator.flash_block_forward(q, k, v, False)
             result = operator.flash_block_backward(gradient, q, k, v, exact.float(), exact_lse.float(), False)
         assert lse.shape == (1, s_q, 4), f"{case}: lse is {list(lse.shape)}: expected [b, s, a], {[1, s_q, 4]}"
-        longest = "`longest` is the most queries or keys, and the scale that of check_for_kernel."
+        longest = "`longest` is the most queries or keys, and the scale is check_for_kernel's."
         assert_close(out, exact, f"{case}: out", hint=longest)
         assert_close(lse, exact_lse, f"{case}: lse", hint=longest)
         for name, mine, gradients in zip("qkv", result, wanted, strict=True):

@@ -32,7 +32,7 @@ def far_apart(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 def assert_far_rows(far: tuple[str, ...], run: Callable[..., dict[str, torch.Tensor]]) -> None:
-    """Assert that run(gradient, q, k, v) finds its rows where those of the tensors named in `far` are far apart.
+    """Assert that run(gradient, q, k, v) finds its rows where the rows of the tensors named in `far` are far apart.
 
     run: returns what it computes by name (out, dq, dk, dv), causal, with a scale of 0.25. Only in the interpreter: a
     GPU cannot map memory without allocating it.

@@ -35,7 +35,7 @@ def check() -> None:
         f"amax behind the scales: {scales}; the first's own, then the largest of the last three: {WANTED}"
     )
     assert dequantize(quantizer(torch.tensor([[1.0, 1000.0]])))[0, 1] < 2.1, (
-        "a jump saturates: the scale is that of the steps before"
+        "a jump saturates: the scale comes from the steps before"
     )
     quantizer.update()
     fresh = DelayedQuantizer(Cast(history=3))
@@ -45,7 +45,7 @@ def check() -> None:
         quantizer(x), quantizer.update()
     split = DelayedQuantizer(Cast(history=3), (Split(0, cast(dist.ProcessGroup, "ranks")),))
     with two_more_ranks(448.0) as calls:
-        assert split(x).scale == 1, "the first step's scale is that of all ranks' parts"
+        assert split(x).scale == 1, "the first step's scale comes from all ranks' shards"
         split.update()
         before = len(calls)
         assert split(x).scale == 1 and len(calls) == before, (

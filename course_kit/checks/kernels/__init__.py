@@ -20,7 +20,8 @@ def stray_loads() -> Iterator[list[int]]:
     """Yield, for each load in the `with` block, how many lanes read a band, or memory that was never written.
 
     Counted in the interpreter; elsewhere a stray load shows only where it reaches a result. The bits of the bands' NaNs
-    are those of the integers -100 to -1. In a type of one byte any number may have them: those loads are not counted.
+    are the codes of the integers -100 to -1. In a type of one byte any number may have them: those loads are not
+    counted.
     """
     load, strays = InterpreterBuilder.create_masked_load, []
 

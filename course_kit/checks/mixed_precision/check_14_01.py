@@ -20,7 +20,7 @@ def check_against_torch(fmt: FloatFormat) -> None:
     for given in (codes, stored):
         result = formats.decode(given, fmt)
         assert torch.is_tensor(result) and result.dtype == torch.float64, (
-            "numbers come as float64, which holds those of all formats"
+            "numbers come as float64, which holds the numbers of all formats"
         )
         same = (result == expected) & (result.signbit() == expected.signbit()) | result.isnan() & expected.isnan()
         wrong = codes[~same]

@@ -6,7 +6,7 @@ from course_lib.pipeline import stages
 
 
 def check() -> None:
-    """Assert the cut of every small number of layers, that of 126 layers, and the error."""
+    """Assert the cut of every small number of layers and of 126 layers, and the error."""
     sizes = [len(part) for part in stages.split_layers(126, 16)]
     assert sizes == [7] + [8] * 14 + [7], (
         f"126 layers in 16 stages should be 7, 8, …, 8, 7, since embedding and head count as a layer each: {sizes}"

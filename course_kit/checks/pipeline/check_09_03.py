@@ -107,6 +107,6 @@ def check_three_stages() -> None:
     )
     assert a.backward(gradient) is None, "tokens have no gradient"
     for name, parameter in model.named_parameters():
-        assert relative_error(parameter.grad, expected[name]) < 1e-5, f"gradient of {name} is not that of one process"
+        assert relative_error(parameter.grad, expected[name]) < 1e-5, f"gradient of {name} differs from one process's"
     assert len(calls) == 1, f"a layer of the second stage ran {len(calls)} times: backward needs no second forward"
     assert all(mark() is None for mark in marks), "after backward a pass still has its graph: forget the edge"

@@ -7,7 +7,7 @@ from course_lib.pipeline.actions import Action
 
 ASKED = (
     (("F", 0, 2), None, "the first stage's forward needs nothing"),
-    (("F", 1, 2), (True, 0, 2), "a forward needs that of the stage before"),
+    (("F", 1, 2), (True, 0, 2), "a forward needs the forward of the stage before"),
     (("B", 2, 3), (True, 2, 3), "the last stage's backward needs its own forward"),
     (("B", 1, 0), (True, 1, 0), "a backward needs its own forward first of all"),
     (("W", 1, 0), (False, 1, 0), "W needs its own I"),

@@ -28,7 +28,7 @@ def check() -> None:
     functions = split_backward.Linear.apply, nn.functional.linear
     result, expected = (torch.autograd.grad(function(*inputs), inputs, gradient) for function in functions)
     for name, got, wanted in zip(("x", "weight", "bias"), result, expected, strict=True):
-        assert relative_error(got, wanted) < 1e-12, f"the gradient of {name} is not that of F.linear"
+        assert relative_error(got, wanted) < 1e-12, f"the gradient of {name} differs from F.linear's"
     for needs, matmuls in NEEDS:
         context = SimpleNamespace(saved_tensors=(x.detach(), weight.detach()), needs_input_grad=needs)
         result, count = flops(functools.partial(split_backward.Linear.backward, context, gradient))

@@ -1,4 +1,4 @@
-"""Check of exercise 09.17: `pipeline_ratio`, the time of a message over that of the next stage's forward."""
+"""Check of exercise 09.17: `pipeline_ratio`, the time of a message over the time of the next stage's forward."""
 
 from __future__ import annotations
 

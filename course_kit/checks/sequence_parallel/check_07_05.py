@@ -1,4 +1,4 @@
-"""Check of exercise 07.5: the shapes that a rank sees, by the sizes, beside those of the running model."""
+"""Check of exercise 07.5: the shapes that a rank sees, by the sizes, beside the shapes in the running model."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def judge(n: int, rank: int, vocab: int, dtype: torch.dtype, result: RankResult)
     """Judge one table on one rank."""
     where = f"{vocab} tokens, {n} ranks, rank {rank}, {dtype}"
     assert result.error < CLOSE[dtype], (
-        f"{where}: not the whole embedding's output; tokens of other ranks, and those of no rank, give zeros"
+        f"{where}: not the whole embedding's output; tokens of other ranks and of no rank give zeros"
     )
     assert result.grad_error < CLOSE[dtype], f"{where}: the gradient of the own rows is not one process's"
     assert result.dtype == dtype, f"{where}: the output is {result.dtype}: keep the dtype of the rows"

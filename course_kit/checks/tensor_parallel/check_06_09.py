@@ -143,7 +143,7 @@ def wrong_project(model: nn.Module) -> str | None:
             if len(outs) != len(names) or max(errors) > 1e-5:
                 return (
                     f"block {number}: {part}.project(x) is not what this block's {', '.join(names)} make of x. "
-                    "A lambda in the loop takes the last block's layers; `project_layers` gets those of its own block"
+                    "A lambda in the loop takes the last block's layers; `project_layers` gets its own block's layers"
                 )
     return None
 

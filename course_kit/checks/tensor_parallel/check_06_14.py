@@ -46,7 +46,7 @@ def check() -> None:
     ):
         where = f"2 ranks, rank {rank}"
         assert all(relative_error(p, g) < 1e-5 for g, p in zip(grads, grads_parts, strict=True)), (
-            f"{where}: the gradients are not those of full recomputation"
+            f"{where}: the gradients differ from those under full recomputation"
         )
         saved, possible = full - parts, complete * TINY.layers / 2
         assert abs(saved / possible - 1) < 0.05, (

@@ -31,7 +31,7 @@ def note_calls(zero: ZeroOptimizer, log: list[Event]) -> None:
             method = getattr(shard, name)
 
             def noted(*args, name=name, number=number, shard=shard, method=method):
-                if name != "wait" or shard.work is not None and log[-1:] != [("set_grad", number)]:  # not that of take
+                if name != "wait" or shard.work is not None and log[-1:] != [("set_grad", number)]:  # not in set_grad
                     log.append((name, number))
                 return method(*args)
 

@@ -119,7 +119,7 @@ def check() -> None:
                     f"{where}: gathered, freed, gathered again: no memory. free() unsets self.gathered"
                 )
                 assert torch.equal(result["values"], result["expected"]), (
-                    f"{where}: the gathered values are not those of all shards"
+                    f"{where}: the gathered values are not all ranks' shards"
                 )
                 assert torch.equal(result["gradient"], result["reference"]), (
                     f"{where}: backward has not found the right weights"

@@ -1,4 +1,4 @@
-"""Check of exercise 05.14: the time of a unit's all-gather over that of its forward."""
+"""Check of exercise 05.14: the time of a unit's all-gather over the time of its forward."""
 
 from __future__ import annotations
 
