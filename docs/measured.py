@@ -108,8 +108,7 @@ def place(path: tuple[str, ...]) -> dict:
 
 
 def paired(path: tuple[str, ...], run: dict, runs: dict) -> dict:
-    """A row of runs in pairs. The noise is the spread of theirs against itself, in the same place (and the same order).
-    """
+    """A row of runs in pairs. The noise is the spread of theirs against itself, in the same place and order."""
     itself = [r"\g<rival> against itself", r"\g<rival> \g<order> against itself"]
     versus = re.compile(r"^(?:.*?(?P<order>\S*) )?against (?P<rival>.*)$")
     places = [tuple(versus.sub(new, part) for part in path) for new in itself]

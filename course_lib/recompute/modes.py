@@ -177,7 +177,14 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the program's options. Touches nothing; an unknown or impossible one ends the program with status 2."""
     parser = single_gpu.training_parser("recompute", "Train with recomputation and gradient accumulation.")
     modes = ["none", "selective", "matmuls", "full"]
-    parser.add_argument("--recompute", default="none", choices=modes, help="matmuls: save their outputs")
+    old_names = {"products": "matmuls"}
+    parser.add_argument(
+        "--recompute",
+        default="none",
+        type=lambda mode: old_names.get(mode, mode),
+        choices=modes,
+        help="matmuls: save their outputs",
+    )
     single_gpu.add_micro_batch(parser)
     parser.add_argument("--trace", type=single_gpu.out_file, help="a file for the trace of steps 3 to 5")
     args = single_gpu.parse(parser, argv)

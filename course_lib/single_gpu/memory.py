@@ -161,6 +161,7 @@ def activation_bytes(
     et al. 2022, §4.2); SP splits the norms and the residual too; CP splits the sequence. PP: the fuller of the first
     stage (pp micro-batches in flight under 1F1B) and the last one (one, with the loss).
     """
+    recompute = "matmuls" if recompute == "products" else recompute  # its name in earlier versions
     if recompute not in ("none", "selective", "matmuls", "full"):
         raise ValueError(f"recompute={recompute!r}: it is none, selective, matmuls or full")
     tokens, h, width, kv = batch * seq / cp, config.hidden, config.attention_width, config.kv_heads * config.head_dim

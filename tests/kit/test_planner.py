@@ -184,7 +184,7 @@ def test_where_no_layout_fits_one_line_says_why():
     with pytest.raises(ValueError, match=r"^no layout fits: [\d,]+ out of memory[^\n]*$"):
         ranking_figure(ranking)
     check_readable(rejections_figure(ranking))  # which is of use then
-    with pytest.raises(ValueError, match="n 0: it is 1 or more"):
+    with pytest.raises(ValueError, match="n=0: expected 1 or more"):
         ranking_figure(ranking, n=0)
 
 

@@ -705,6 +705,7 @@ def test_options_of_the_launch_lines():
     chosen = options(["--recompute", "full", "--micro-batch", "1", "--steps", "10"])
     assert (chosen.recompute, chosen.micro_batch, chosen.batch, chosen.steps, chosen.trace) == ("full", 1, 8, 10, None)
     assert options(["--batch", "3"]).micro_batch == 3 and options([]).recompute == "none"
+    assert options(["--recompute", "products"]).recompute == "matmuls", "its name in earlier versions"
 
 
 @pytest.mark.parametrize(
@@ -796,6 +797,7 @@ def test_kept_products_are_those_of_the_formula(config, dtype, flash):
     inputs, targets = sequences(3, 40, config.vocab)
     kept = retained_bytes(model, lambda: loss(model(inputs.clone()), targets.clone()))
     formula = activation_bytes(config, 3, 40, dtype.itemsize, "matmuls", flash, fused_norm=False)
+    assert formula == activation_bytes(config, 3, 40, dtype.itemsize, "products", flash, fused_norm=False)
     assert kept - formula == pytest.approx(8, abs=1e-6)
 
 

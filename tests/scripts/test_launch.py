@@ -378,9 +378,9 @@ def test_a_chapters_second_part_starts_the_program_of_the_first(launch, course, 
         return (course / "workbook" / "course_lib" / "base" / "scales.py").read_text().count("(yours)")
 
     assert "rank_entry.py base.scales\n" in launch("notebooks/06b_more.ipynb", "--dry-run")[1]
-    assert "your own work is that of 06.1 and 06.2;" in launched("workbook/06b_more.ipynb") and answers() == 2
-    assert "your own work is that of 06.1;" in launched(LEARNERS, "--reference", "06b") and answers() == 1
-    assert "your own work is that of no notebook yet;" in launched(LEARNERS, "--reference", "06")
+    assert "your own answers come from 06.1 and 06.2;" in launched("workbook/06b_more.ipynb") and answers() == 2
+    assert "your own answers come from 06.1;" in launched(LEARNERS, "--reference", "06b") and answers() == 1
+    assert "your own answers come from no notebook yet;" in launched(LEARNERS, "--reference", "06")
     out = launch(LEARNERS, "--reference", "06", "--dry-run")[1]
     assert "--reference-modules base.scales toy.program\n" in out, "the copy that an earlier launch has left"
     for file in ("notebooks/06b_more.ipynb", "workbook/06b_more.ipynb", "workbook/06_base.ipynb"):
@@ -788,7 +788,7 @@ def test_a_learners_notebook(running):
     status, out, err = Launch(running, LEARNERS, "--nproc-per-node", "1").end()
     assert status == 0 and "rank 0 of 1: 1 steps, total 200," in out
     blank = "launch: still blank, taken from the reference: 07.1\n"
-    assert err == blank + "launch: your own work is that of 06.1; all else is the reference's\n"
+    assert err == blank + "launch: your own answers come from 06.1; all else is the reference's\n"
     own = running / "workbook" / "course_lib"
     assert [file.relative_to(own).as_posix() for file in own.rglob("*.py")] == ["base/scales.py"]
     assert "# exercise 06.1 (yours)\ndef scale():\n" in (own / "base" / "scales.py").read_text()
@@ -799,7 +799,7 @@ def test_a_learners_notebook(running):
     passed(running / LEARNERS, toy("#| export toy.program\ndef double(x):\n    return x / 0\n"))
     earlier.write_text("{")
     status, out, err = Launch(running, LEARNERS, "--nproc-per-node", "1", "--reference", "06").end()
-    assert "launch: your own work is that of 07.1; all else is the reference's\n" in err
+    assert "launch: your own answers come from 07.1; all else is the reference's\n" in err
     assert status == 1 and "blank" not in err
     error = "rank 0: ZeroDivisionError: division by zero"
     assert f"{error}\n  in {LEARNERS}, cell 4 (ex-07-1), line 3: return x / 0\n" in err

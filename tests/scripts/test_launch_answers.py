@@ -96,7 +96,7 @@ def test_answers_that_have_passed_are_spliced_and_named(launch, course):
     assert err == (
         "launch: still blank, taken from the reference: 02.3\n"
         "launch: taken from the reference: 02.2 (it has changed since it passed); run the checks, or use --unchecked\n"
-        "launch: your own work is that of 02.1; all else is the reference's\n"
+        "launch: your own answers come from 02.1; all else is the reference's\n"
     )
     (text,) = copies(course).values()
     assert "    return 100 * math.prod([number])" in text and "# exercise 02.1 (yours)\ndef square" in text
@@ -116,7 +116,7 @@ def test_a_copy_that_has_passed_and_a_cell_without_id_are_taken(launch, course):
             del cell["id"]
     tiny_course.write(path, cells, PROGRAM)
     status, out, err = launch(WORKBOOK, export=True)
-    assert status == 0 and "your own work is that of 02.1 and 02.2" in err, err
+    assert status == 0 and "your own answers come from 02.1 and 02.2" in err, err
     assert "math.prod([number])" in copies(course)["counters/numbers.py"]
 
 
@@ -126,7 +126,7 @@ def test_unchecked_takes_all_that_is_not_blank(launch, course):
     not_passed = "02.2 (its check has not passed), 02.3 (its check has not passed)"
     assert lines[0].startswith(f"launch: taken from the reference: {not_passed}; run")
     status, out, err = launch(WORKBOOK, "--unchecked", export=True)
-    assert (status, err) == (0, "launch: your own work is that of 02.1, 02.2 and 02.3; all else is the reference's\n")
+    assert (status, err) == (0, "launch: your own answers come from 02.1, 02.2 and 02.3; all else is the reference's\n")
     found = copies(course)
     assert "def add(self, number):\n        self.total += number + 1000" in found["counters/counter.py"]
     assert found["counters/numbers.py"].count("(yours)") == 2
@@ -146,10 +146,10 @@ def test_an_answer_without_its_directive_is_not_dropped_in_silence(launch, cours
 def test_a_job_of_a_later_notebook_runs_them_too(launch, course, launcher):
     write(course, MINE, passed=("02.1",))
     status, out, err = launch(LEARNERS, export=True)
-    assert status == 0 and "your own work is that of 02.1; all else" in err
+    assert status == 0 and "your own answers come from 02.1; all else" in err
     assert {*copies(course)} == {"counters/numbers.py"}
     err = launch(LEARNERS, "--reference", "02", export=True)[2]
-    assert "your own work is that of no notebook yet" in err
+    assert "your own answers come from no notebook yet" in err
     assert " --reference-modules counters.numbers toy.program\n" in launch(LEARNERS, "--reference", "02")[1], "left"
 
 
@@ -256,7 +256,7 @@ def test_a_job_runs_the_learners_answers_on_a_bare_node(running):
     (old.parent / "__init__.py").write_text(old.read_text())
     status, out, err = Launch(running, WORKBOOK, "--nproc-per-node", "2", bare=True).end()
     assert (status, sorted(out.splitlines())) == (0, [f"rank {rank} of 2: 303, back -303" for rank in (0, 1)]), err
-    assert err.splitlines()[-1] == "launch: your own work is that of 02.1 and 02.2; all else is the reference's"
+    assert err.splitlines()[-1] == "launch: your own answers come from 02.1 and 02.2; all else is the reference's"
 
 
 def test_an_error_in_a_spliced_answer_is_told_by_its_cell_and_line(running):
