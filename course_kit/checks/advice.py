@@ -1,4 +1,4 @@
-"""Errors in a check become advice: what to do, and the line of the learner's code, instead of the check's own stack."""
+"""Turn errors in a check into advice: the next step and the line of the learner's code, without the check's stack."""
 
 import contextlib
 import traceback
@@ -22,7 +22,7 @@ class CheckFailed(AssertionError):
 
 
 def is_report(error: BaseException) -> bool:
-    """Return whether an error names its line and cause itself, as errors on ranks do (notebook 03); a stack would hide
+    """Return whether an error names its line and cause itself, as rank errors do (notebook 03): a stack would hide
     them.
     """
     return hasattr(error, "_render_traceback_")
@@ -30,7 +30,7 @@ def is_report(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def advice(exercise: str, in_library: bool = False) -> Iterator[None]:
-    """Raise every error as CheckFailed, with advice. What is drawn from PyTorch's generator is the same in each run."""
+    """Raise every error as CheckFailed, with advice. PyTorch's generator has the same seed in each run."""
     try:
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(0)
@@ -62,8 +62,8 @@ def advice(exercise: str, in_library: bool = False) -> Iterator[None]:
 
 
 def at_line(error: BaseException) -> str:
-    """Return where in the learner's code, or in the library's, an error was raised, and the calls that led there; on a
-    line of its own. "" where the error says so itself, or where neither was at work.
+    """Return the line of the learner's or the library's code that raised an error, and the calls that led there, on a
+    line of its own; "" if the error says so itself, or if neither was running.
     """
     from course_kit.ranks.outcome import frames_to
     from course_kit.ranks.report import is_course_code, where

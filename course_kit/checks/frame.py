@@ -93,7 +93,7 @@ def setup(chapter: str) -> None:
 
 @functools.cache
 def check_module(exercise: str) -> str | None:
-    """Return the name of the module that checks an exercise; None where there is none."""
+    """Return the name of the module that checks an exercise; None if there is none."""
     if not EXERCISE.fullmatch(exercise):
         return None
     chapter, number = exercise.split(".")
@@ -103,7 +103,7 @@ def check_module(exercise: str) -> str | None:
 
 @functools.cache
 def targets_by_exercise() -> dict[str, dict[str, list[str]]]:
-    """For each exercise, as the library's owner comments say: names of definitions, by directive ("a.b:Class")."""
+    """Return, for each exercise of the library's owner comments, its definitions' names by directive ("a.b:Class")."""
     result: dict[str, dict[str, list[str]]] = {}
     for file in sorted(LIBRARY.rglob("*.py")):
         text = file.read_text(encoding="utf-8")
@@ -145,7 +145,7 @@ def names_of(source: str) -> set[str]:
 def cell_for(target: str, names: list[str], executed: Cells) -> tuple[str, str]:
     """Return the last cell that was run for a target and that has one of its names.
 
-    Raises CheckFailed where a later one looks like an answer to it, too, and where there is none.
+    Raises CheckFailed if there is none, or if a later cell looks like an answer to it, too.
     """
     directive = f"#| export {target}"
     closest = None
@@ -168,7 +168,7 @@ def cell_for(target: str, names: list[str], executed: Cells) -> tuple[str, str]:
 
 
 def all_targets() -> set[str]:
-    """Return what the directives of all exercises name."""
+    """Return the targets that the directives of all exercises name."""
     return {target for targets in targets_by_exercise().values() for target in targets}
 
 
@@ -219,7 +219,7 @@ def labels(targets: dict[str, list[str]]) -> list[str]:
 
 
 def fitting(exercise: str, cells: Cells, targets: dict[str, list[str]]) -> list[ExportedCell]:
-    """Return the cells, read, after a look at whether they have all that the exercise asks for and fit the library."""
+    """Return the cells, read, after a check that they have all that the exercise asks for and fit the library."""
     result = {}
     for source, file in cells:
         cell = read(source, shown(file))
@@ -238,7 +238,7 @@ def fitting(exercise: str, cells: Cells, targets: dict[str, list[str]]) -> list[
             )
         for other, theirs in targets_by_exercise().items():
             if other != exercise and (both := [name for name in theirs.get(target, ()) if name in cell.definitions]):
-                raise CheckFailed(f"one exercise per cell: {both[0]} belongs to {other}")
+                raise CheckFailed(f"one exercise in a cell: {both[0]} belongs to {other}")
         check_fits(inspect.getsource(library_module(cell.module)), cell, learners=True)
     return list(result.values())
 
@@ -251,7 +251,7 @@ def shown(file: str) -> str:
 
 
 def arguments(exercise: str, namespace: dict) -> dict:
-    """Return what the check of an exercise that is not exported takes from its notebook."""
+    """Return the names that the check of an exercise that is not exported takes from its notebook."""
     wanted = list(inspect.signature(check_function(exercise)).parameters)
     if missing := [name for name in wanted if name not in namespace]:
         raise CheckFailed(f"there is no {missing[0]} yet: write it in the exercise's cell, run that, then run this")
@@ -260,7 +260,7 @@ def arguments(exercise: str, namespace: dict) -> dict:
 
 @contextlib.contextmanager
 def explaining(exercise: str, cells: Cells) -> Iterator[None]:
-    """Say of an error in an answer what its words alone do not: names come from the library's module."""
+    """Explain an answer's error: its cell, the library's module that names are looked up in, or endless recursion."""
     try:
         yield
     except CellError as error:

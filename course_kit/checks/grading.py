@@ -1,7 +1,7 @@
 """How nbgrader runs a submission: the nbgrader_config.py of `make course` names AUTOGRADE.
 
-nbgrader by itself fails a whole submission when a cell ends its kernel or does not let itself be interrupted, gives the
-points of a check that was not run, and takes the points of a check that passes with a warning.
+nbgrader by itself fails a whole submission when a cell ends its kernel or cannot be interrupted, awards the points of a
+check that was not run, and denies them to a check that passes with a warning.
 """
 
 import copy
@@ -20,7 +20,7 @@ MOST_KERNELS = 10
 
 
 class RunEveryCell(Execute):
-    """A cell that ends its kernel fails; a new kernel runs the cells above it again, and goes on below it."""
+    """A cell that ends its kernel fails; a new kernel runs the cells above it again, and continues below it."""
 
     # These two end a kernel a moment later, in the middle of another cell.
     extra_arguments = List(["--IPKernelApp.exec_lines=del exit, quit"]).tag(config=True)
@@ -75,7 +75,7 @@ def failure(reason: str):
 
 
 def settle(cell) -> None:
-    """Give a check the outputs by which nbgrader sees whether it has passed: a warning is no failure, no run is one."""
+    """Give a check the outputs that tell nbgrader its result: a warning is no failure, a skipped cell is one."""
     if cell.cell_type != "code":
         return
     if cell.execution_count is None and not cell.outputs:

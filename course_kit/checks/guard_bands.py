@@ -1,4 +1,4 @@
-"""Guard bands: what a kernel reads or writes outside its tensors is seen.
+"""Guard bands, which show a kernel's reads and writes outside its tensors.
 
 A Triton kernel works on blocks of a fixed size; where a row is shorter, a mask must switch off the lanes past its end.
 Without the mask the numbers are usually right all the same: the stray stores fall into memory that is not read
@@ -43,7 +43,7 @@ class Band:
     sentinel: int
 
     def overwritten(self) -> str:
-        """Return what was written round the tensor, in words; empty where nothing was."""
+        """Describe the writes around the tensor; "" if there are none."""
         outside = torch.ones_like(self.bits, dtype=torch.bool)
         outside.as_strided(self.tensor.size(), self.tensor.stride(), self.start).fill_(False)
         where = torch.nonzero((self.bits != self.sentinel) & outside).flatten().tolist()
@@ -61,7 +61,7 @@ class Band:
 
 
 def band_round(x: torch.Tensor, number: int) -> Band:
-    """Room for a tensor like x (shape, dtype, strides, device), all of it sentinel so far.
+    """Return a band for a tensor like x (shape, dtype, strides, device), filled with the sentinel.
 
     The sentinel's bits are a NaN in every floating type and -1 in every integer one (an index of -1 reads the band in
     front of the table, which is NaN). Buffers of different `number` have different NaNs, as far as the type has
@@ -91,7 +91,7 @@ def fill(band: Band, x: torch.Tensor) -> None:
 
 
 def banded_copy(x: torch.Tensor, number: int) -> Band:
-    """x in a buffer of its own. A mode that is on, `GuardBands` perhaps, sees none of it."""
+    """Return x in a buffer of its own. An active mode, such as `GuardBands`, does not see the copy."""
     with _disable_current_modes():
         band = band_round(x, number)
         fill(band, x)
@@ -100,9 +100,9 @@ def banded_copy(x: torch.Tensor, number: int) -> Band:
 
 
 def guarded(x: torch.Tensor) -> torch.Tensor:
-    """x again (values, shape, dtype, strides, requires_grad; a leaf), with NaN round it: for integers, -1.
+    """Return a copy of x (values, shape, dtype, strides, requires_grad; a leaf) between NaN, or -1 for integers.
 
-    A kernel that reads past the end gets NaN. x with no elements comes back as it is.
+    A kernel that reads past the end gets NaN. An x with no elements is returned as it is.
     """
     if not can_be_banded(x):
         return x
@@ -110,7 +110,7 @@ def guarded(x: torch.Tensor) -> torch.Tensor:
 
 
 class GuardBands(TorchDispatchMode):
-    """`with GuardBands() as guards:` puts sentinel bands round everything allocated inside; then `guards.check()`.
+    """`with GuardBands() as guards:` puts sentinel bands around everything allocated inside; then `guards.check()`.
 
     operations: the PyTorch operations inside, in order, as "aten.mm", without allocations, views and metadata; a custom
     operator is not in it, but what it calls is. largest_bytes: the largest tensor made inside, bands not counted, by
@@ -140,7 +140,7 @@ class GuardBands(TorchDispatchMode):
         return result
 
     def allocated(self, fresh: torch.Tensor, is_filled: bool) -> torch.Tensor:
-        """Return the tensor to hand out in place of `fresh`: with bands round it, and NaN in it where it is not yet
+        """Return the tensor to hand out in place of `fresh`: with bands around it, and NaN in it where it is not yet
         filled.
         """
         self.largest_bytes = max(self.largest_bytes, fresh.nbytes)
@@ -162,7 +162,7 @@ class GuardBands(TorchDispatchMode):
         return band.tensor
 
     def check(self) -> None:
-        """Raises CheckFailed where something was written round a tensor: which tensor, which side, which offset."""
+        """Raise CheckFailed for a write around a tensor: which tensor, which side, which offset."""
         for name, band in self.bands.items():
             with _disable_current_modes():
                 outcome = band.overwritten()
@@ -171,7 +171,7 @@ class GuardBands(TorchDispatchMode):
 
 
 def run_inside(func, args, kwargs):
-    """Run a custom operator's Python code where a mode that is on sees it, and not the operator alone."""
+    """Run a custom operator's Python code where an active mode sees it, and not the operator alone."""
     devices = [x.device.type for x in tensors((args, kwargs))]
     backend = getattr(torch._C.DispatchKey, (devices or ["cpu"])[0].upper())
     return func.redispatch(torch._C.DispatchKeySet(backend), *args, **kwargs)
@@ -190,5 +190,5 @@ def new_memory(result, args) -> list[torch.Tensor]:
 
 
 def copies_onto_itself(name: str, args: tuple) -> bool:
-    """Return whether this is how Triton's interpreter hands back a tensor that it never moved."""
+    """Return whether a copy is Triton's interpreter returning a tensor that it never moved."""
     return name == "copy_" and args[0].data_ptr() == args[1].data_ptr()

@@ -15,7 +15,7 @@ READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal")
 
 
 class NoHostReads(TorchDispatchMode):
-    """Raises AssertionError where a tensor's value is read on the host: a GPU would first have to finish its work."""
+    """Raises AssertionError if a tensor's value is read on the host: a GPU would first have to finish its work."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         read = function._schema.name in READS
@@ -24,8 +24,8 @@ class NoHostReads(TorchDispatchMode):
 
 
 class SizesFit(TorchDispatchMode):
-    """Raises AssertionError where the tensors of an all-gather or a reduce-scatter do not fit together, before they are
-    sent: gloo would say so in words of its own, on each rank in others.
+    """Raises AssertionError if the tensors of an all-gather or a reduce-scatter do not match, before they are sent:
+    gloo's own message differs from rank to rank.
     """
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -60,7 +60,7 @@ def two_more_ranks(theirs: float) -> Iterator[list[tuple]]:
 
 
 class LateWork:
-    """A work whose result arrives with wait(): until then there is NaN in its place (what was there, of integers)."""
+    """A work whose result arrives with wait(): until then, NaN is in its place (for integers, the old values)."""
 
     def __init__(self, name: str, work: dist.Work, output: torch.Tensor, local: torch.Tensor):
         self.name, self.output, self.waited = name, output.data, False
@@ -74,7 +74,7 @@ class LateWork:
             local.data.copy_(saved)
 
     def wait(self, *timeout) -> bool:
-        """Have the result where it belongs."""
+        """Copy the result to its place."""
         if not self.waited:
             self.waited = True
             assert self.output.untyped_storage().nbytes() or not self.output.numel(), (
@@ -90,8 +90,8 @@ class LateWork:
 
 @contextlib.contextmanager
 def late_results() -> Iterator[list[LateWork]]:
-    """Collectives with async_op whose results arrive only when they are waited for, as on a GPU they may; yields their
-    works. So what is read too early is NaN, and `waited` tells what is never waited for.
+    """Collectives with async_op whose results arrive only at wait(), as may happen on a GPU; yields their works.
+    Results that are read too early are NaN, and `waited` shows which works are never waited for.
     """
     names = ["all_reduce", "all_gather_into_tensor", "all_gather_single"]  # _single: newer versions of PyTorch
     names += ["reduce_scatter_tensor", "reduce_scatter_single"]

@@ -1,4 +1,4 @@
-"""Read an exported cell: which definitions of the library it replaces, and what else they need.
+"""Read an exported cell: the definitions of the library that it replaces, and the names they need.
 
     #| export data_parallel.buckets:Bucket     the first line: the cell's functions are methods of this class
     def launch(self: Bucket) -> None:          replaces `Bucket.launch` in course_lib/data_parallel/buckets.py

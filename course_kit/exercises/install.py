@@ -8,7 +8,7 @@ therefore tests what the export writes, and an error shows the learner's line. T
     class           attribute by attribute; the class itself stays, with all its instances
     Triton kernel   set on its module and wherever else a module holds it; Triton's compiled kernels are dropped
 
-While the cell's text is executed, the reference is out of reach: its targets raise. A function that the cell stores at
+While the cell's text is executed, the reference is inaccessible: its targets raise. A function that the cell stores at
 that moment, to call it later, is no way around an exercise.
 """
 
@@ -142,7 +142,7 @@ def claim(cell: ExportedCell, exercise: str, names: list[str], undo: list[Undo])
 
 
 def add(module: types.ModuleType, name: str, value: Any, cell: ExportedCell, exercise: str, undo: list[Undo]) -> None:
-    """Give a module a new name. Several answers may bring the same import; it goes with the last of them."""
+    """Give a module a new name. Several answers may bring the same import; it is removed with the last of them."""
     owners = _added.setdefault((module.__name__, name), [])
     brought = next((imported(statement.node, name) for statement in cell.others if name in statement.names), None)
     if owners and (brought is None or owners[0][1] != brought):
@@ -287,8 +287,8 @@ def decorators(text: str, cls: str | None) -> dict[str, list[str]]:
 
 
 def can_swap(current: Any, node: Definition, wanted: list[str] | None) -> bool:
-    """Return True if the code of the library's function can be swapped: under its decorators, which belong to the
-    cell's function, it is a plain function.
+    """Return True if the code of the library's function can be swapped: under its decorators, which match the cell's,
+    it is a plain function.
     """
     if isinstance(node, ast.ClassDef) or is_kernel(current) or wanted is None:
         return False

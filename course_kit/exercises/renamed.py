@@ -150,7 +150,7 @@ DEFINED = re.compile(r"^(?:def|class) (\w+)", re.MULTILINE)
 
 @functools.lru_cache(maxsize=256)
 def renamed(source: str) -> str:
-    """Return the source of a cell with today's names; as it is if it has none of the table, or is not Python."""
+    """Return the source of a cell with today's names; unchanged if it has no name of the table, or is not Python."""
     directive = DIRECTIVE.match(source)
     try:
         if directive is None:

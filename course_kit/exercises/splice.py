@@ -1,4 +1,4 @@
-"""Replace definitions of a module of the library with the definitions of an exported cell.
+"""Replace definitions of a module of the library with an exported cell's.
 
 A comment directly above a definition names its owner: the exercise or other cell of a notebook that it comes from.
 

@@ -45,7 +45,7 @@ def set_attribute(owner: Any, name: str, value: Any, undo: list[Undo]) -> None:
 
 
 def swap_code(current: types.FunctionType, mine: types.FunctionType, undo: list[Undo]) -> None:
-    """Let the library's function do what another function does. The undo drops attributes that are set in between."""
+    """Let the library's function run another function's code. The undo drops attributes that are set in between."""
     before, stored = {name: getattr(current, name) for name in OF_A_FUNCTION}, dict(vars(current))
 
     def restore() -> None:

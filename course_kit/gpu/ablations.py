@@ -1,4 +1,4 @@
-"""One idea less: the same kernel with a few lines of its source replaced, to see what each idea is worth.
+"""One idea less: the same kernel with a few lines of its source replaced, to see the effect of each idea.
 
 A kernel that contains six ideas is fast, or not, by all of them at once. Take one away and leave the rest: what then
 changes is that idea's share (an ablation). Such a variant must not be a second kernel that has to be kept in sync with
@@ -16,7 +16,7 @@ is a kernel like any other: launched, compiled for a GPU that is not there, its 
 - divided in every step: out is normalized after each tile, as in FlashAttention (Dao et al. 2022, algorithm 1, line
   12), and not once at the end (FlashAttention-2, Dao 2023, §3.1.1): [BLOCK_Q, BLOCK_D] more multiplications per tile.
 - mask in every tile: comparisons and a selection per score, though only tiles on the diagonal need them (§3.1.1).
-- two loops: the full tiles, then the partial ones. The assembler then lets each product wait for the one before.
+- two loops: the full tiles, then the partial ones. The assembler then lets each matmul wait for the one before.
 - every tile visited: half of all causal scores are computed and thrown away (§3.1.1): more iterations, not longer ones.
 - shortest first: the programs with the most tiles begin last, and the GPU waits for the last of them.
 """
@@ -68,7 +68,7 @@ STEPS: dict[str, dict[str, str]] = {
 
 
 def undone(kernel, changes: dict[str, str]):
-    """Return a variant of the kernel with `changes` made in its source or in the functions it calls.
+    """Return a variant of the kernel with `changes` made in its source or in the source of functions it calls.
 
     Each key is a part of one line that occurs once in all of these sources; its value replaces it, with further lines
     indented like the first. New names must be constants and functions of the function's module. The variant of an

@@ -145,7 +145,7 @@ def instruction_mix(compiled: Compiled) -> list[LoopMix]:
 
 
 def mix_of(loop: range, instructions: list[Instruction], jumps: list[tuple[int, int]], loops: list[range]) -> LoopMix:
-    """Return the mix of one loop. jumps, loops: of the whole kernel, in indices of instructions."""
+    """Return the mix of one loop. jumps, loops: of the full kernel, in indices of instructions."""
     inner = [other for other in loops if other != loop and other.start in loop]
     skipped = [range(source + 1, target) for source, target in jumps if source in loop and source < target in loop]
     always, sometimes, flops = Counter[str](), Counter[str](), 0

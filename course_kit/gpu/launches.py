@@ -1,6 +1,6 @@
-"""Records of kernel launches: a call that returns the right numbers may have launched no kernel.
+"""Records of kernel launches: a call with the right result may have launched no kernel.
 
-A library function inside an operator called `fused_…` gives the right numbers, so checks look at the launches too.
+A library function inside an operator called `fused_…` gives the right result, so checks look at the launches too.
 """
 
 import contextlib

@@ -33,7 +33,7 @@ def full_name(kernel) -> str:
 
 
 def sources(kernel, functions: dict[str, Source] | None = None) -> dict[str, Source]:
-    """Return the kernel's source and those of all functions that it calls, the kernel's first, by `full_name`."""
+    """Return the sources of the kernel and of all functions that it calls, the kernel's first, by `full_name`."""
     functions = {} if functions is None else functions
     function = kernel.fn
     lines, first = inspect.getsourcelines(function)

@@ -1,1 +1,1 @@
-"""Labs and measurements of the notebooks: what a cell shows and a check judges runs here, with the same seed."""
+"""Labs and measurements of the notebooks: cells and checks run the same code here, with the same seed."""

@@ -45,7 +45,7 @@ def exact_attention(
 def exact_gradients(
     gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
 ) -> tuple[torch.Tensor, ...]:
-    """Return the gradients of q, k and v in float64. gradient: of out, [b, s, a, d]."""
+    """Return the gradients of q, k and v in float64. gradient: out's, [b, s, a, d]."""
     leaves = q, k, v = tuple(x.detach().double().requires_grad_() for x in (q, k, v))
     return torch.autograd.grad(exact_attention(q, k, v, causal, scale)[0], leaves, gradient.double())
 
@@ -79,7 +79,7 @@ def assert_close(result: torch.Tensor, wanted: torch.Tensor, case: str, factor: 
 
 
 def error(result: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Return the root mean square of the error over the root mean square of the values."""
+    """Return the root mean square of the error, relative to the values' root mean square."""
     return ((result.double() - wanted).square().mean() / wanted.square().mean()).sqrt().item()
 
 

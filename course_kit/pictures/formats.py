@@ -7,7 +7,7 @@
 
 In the bits of one number, FP32, TF32 and BF16 have the same exponent field, and mantissas of different lengths; FP16
 and E5M2 have another exponent field, and a smaller range. An exponent field of e bits buys the length of a bar in
-`range_figure`, 2^e binades less those of the top codes; a mantissa of m bits buys the number of steps in
+`range_figure`, 2^e binades minus the top codes'; a mantissa of m bits buys the number of steps in
 `rounding_figure`, 2^m per binade. An 8-bit format has 7 bits to divide between the two (Micikevicius et al. 2022, §3).
 """
 

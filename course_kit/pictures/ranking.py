@@ -5,8 +5,8 @@
     mfu_heatmap(models, (1, 8, 64), cluster, batch=1024)             best MFU by model and number of nodes
 
 Two layouts with the same degrees and the same time differ in a setting that costs nothing here (such as a ZeRO stage
-whose traffic is hidden); `distinct` shows the first of them. The heatmap shows measured runs (`heatmaps`), with
-predicted rows.
+whose traffic is hidden); `distinct` shows the first of them. The heatmap is drawn as for measured runs (`heatmaps`),
+from predicted rows.
 """
 
 import dataclasses

@@ -44,7 +44,7 @@ class WalkShape(NamedTuple):
 
 @dataclass(frozen=True)
 class WalkStep:
-    """The record after a tile. The state belongs to the tile's rows; sizes are in elements, not in bytes."""
+    """The record after a tile. The state covers the tile's rows; sizes are in elements, not in bytes."""
 
     shape: WalkShape
     tile: Tile

@@ -167,7 +167,7 @@ def _source(row: dict[str, str]) -> str:
 
 
 def _number(row: dict[str, str], name: str, otherwise: int = 0) -> int:
-    """Return a whole number of a row; `otherwise` if it is blank."""
+    """Return an integer of a row; `otherwise` if it is blank."""
     return int(float(row[name])) if row[name] else otherwise
 
 

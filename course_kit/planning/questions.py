@@ -102,8 +102,7 @@ def ask(job: Job, **settings: tuple) -> dict:
     """Return a job, the planner's figures of its published layout, and of its first answer for the same job and
     program, with the reasons why no run has tested the answer. settings: values to try of each setting, see `search`.
 
-    "faster": predicted step of the published layout over the step of the first, minus 1. "first" is None if nothing
-    fits.
+    "faster": predicted step of the published layout over the first's, minus 1. "first" is None if nothing fits.
     """
     run = job.run
     result: dict[str, Any] = {name: getattr(run, name) for name in ("source", "model", "program", "dtype", "gpus")}

@@ -13,7 +13,7 @@ def sockets() -> dict[int, int]:
     """Return the open sockets of this process: inode by file descriptor."""
     inodes = {}
     for name in os.listdir("/dev/fd"):
-        with contextlib.suppress(OSError):  # closed meanwhile
+        with contextlib.suppress(OSError):  # closed in between
             status = os.fstat(int(name))
             if stat.S_ISSOCK(status.st_mode):
                 inodes[int(name)] = status.st_ino
@@ -23,7 +23,7 @@ def sockets() -> dict[int, int]:
 def cut_connections(spared: set[int]) -> None:
     """Shut down every TCP connection of this process but the inodes in `spared`, which wakes up waiting threads."""
     for descriptor, inode in sockets().items():
-        with contextlib.suppress(OSError):  # closed meanwhile, or a listening socket, which has no peer
+        with contextlib.suppress(OSError):  # closed in between, or a listening socket, which has no peer
             connection = socket.socket(fileno=os.dup(descriptor))
             with connection:
                 if inode not in spared and connection.family in (socket.AF_INET, socket.AF_INET6):

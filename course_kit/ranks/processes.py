@@ -34,7 +34,7 @@ def free_ports(n: int) -> tuple[int, socket.socket]:
     """Return the first of n free consecutive ports, and a socket bound to the port before them.
 
     Keep the socket open until the controller has bound the ports, a while after it starts: another kernel that looks
-    for ports meanwhile passes over this row. The system gives none of these ports to a connection (Linux: from 32768
+    for ports then skips this row. The system gives none of these ports to a connection (Linux: from 32768
     on, macOS: from 49152). Raises RuntimeError if there are none.
     """
     rows = (30_000 - 20_000) // (n + 1)

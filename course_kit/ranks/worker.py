@@ -63,7 +63,7 @@ def get_ready(backend: str) -> None:
     course_lib.interpret_kernels()  # also on a machine with a GPU
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"  # all peers are on this machine
     if sys.platform != "darwin":  # Apple's frameworks do not survive a fork either
-        # A thread that wakes up waits for its turn. Otherwise gloo's thread would preempt the holder of its lock and
+        # A thread that wakes up waits for its turn. Otherwise gloo's thread would preempt the owner of its lock and
         # spin.
         with contextlib.suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
@@ -97,7 +97,7 @@ def ended_with(parent: int, folder: Path) -> Iterator[None]:
 def end_with_parent(parent: int, folder: Path, over: threading.Event) -> None:
     session, others = os.getpgrp(), set[int]()
     while os.getppid() == parent and os.path.isdir(folder):
-        with contextlib.suppress(OSError):  # removed meanwhile
+        with contextlib.suppress(OSError):  # removed in between
             marks = [name for name in os.listdir(folder) if name.endswith(".process")]
             others |= {int(mark.removesuffix(".process")) for mark in marks} - {session}
         if over.wait(0.5):
@@ -105,7 +105,7 @@ def end_with_parent(parent: int, folder: Path, over: threading.Event) -> None:
     for process in others:
         with contextlib.suppress(OSError):
             os.killpg(process, signal.SIGKILL)  # ipyparallel starts each process as the leader of a session
-    for _ in range(10):  # a main thread that has just started may be writing to it meanwhile
+    for _ in range(10):  # a main thread that has just started may still be writing to it
         shutil.rmtree(folder, ignore_errors=True)
         time.sleep(0.1)
     os.killpg(session, signal.SIGKILL)
@@ -211,7 +211,7 @@ class Worker:
         while True:
             self.in_call.wait()
             time.sleep(POLL_S)
-            with self.lock:  # the call cannot end, and the next one cannot begin, meanwhile
+            with self.lock:  # the call cannot end, and the next one cannot begin, during this
                 if asked("where"):
                     self.answer(f"where-{self.call}", stack(frames_of(self.main_thread)))
                 if asked("cut"):

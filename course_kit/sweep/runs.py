@@ -4,7 +4,7 @@ A run has a folder. Its ranks write steps.jsonl, device.txt and error-N.json to 
 the outcome of the command (`enclosed`). `row_of` reads a row from that folder, so it is the same on this machine and
 after a Slurm job. A row has the columns of the playbook's published runs first and its own columns after them, so that
 the same code plots both. tokens_per_s_per_gpu is per rank, from the median step; peak_mem_gb is of the fullest rank, in
-units of 2**30 bytes: of CUDA's allocator, or on a CPU of the whole process.
+units of 2**30 bytes: of CUDA's allocator, or on a CPU of the entire process.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def read_json(folder: Path, pattern: str) -> list[dict]:
 
 
 def why_failed(run: Run, folder: Path, time_limit_s: float, from_outside: str = "") -> str:
-    """Return in one line what ended a run before its last step; "" for a run that completed.
+    """Return in one line why a run ended before its last step; "" for a run that completed.
 
     In this order: a rank's own error; `from_outside`, if the run was ended from outside; processes that did not end;
     the time limit; a rank that a signal killed; a lost connection, which is a consequence of something that this

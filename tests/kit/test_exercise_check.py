@@ -119,7 +119,7 @@ def test_an_error_in_the_check_asks_what_the_answer_returns(monkeypatch):
 
 def test_one_exercise_in_a_cell():
     both = LOSS.format("return logits + targets") + "\n\ndef apply_rope():\n    return 4\n"
-    with pytest.raises(CheckFailed, match="one exercise in a cell: apply_rope is that of 91.2"):
+    with pytest.raises(CheckFailed, match="one exercise in a cell: apply_rope belongs to 91.2"):
         run("91.1", both)
 
 

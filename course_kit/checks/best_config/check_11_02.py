@@ -18,7 +18,7 @@ THEIR_FEW = {"interleaved": ((4, 4, 2),), "dualpipe": ()}  # these take some num
 
 
 def played(name: str, p: int, m: int, v: int) -> tuple[float, float]:
-    """Return the bubble as a share of 1F1B's, and the micro-batches of all of a rank's layers that it holds at most."""
+    """Return the bubble as a share of 1F1B's, and the most micro-batches of all its layers that a rank holds."""
     schedule, parts = schedule_by_name(name, p, m, v), {"interleaved": v, "zb-v": 2}.get(name, 1)
     run = simulate(schedule, 1 / parts, 1 / parts, 1 / parts)  # an action has that part of a rank's layers
     lasted = max(ends[-1] for ends in run.ends) - min(starts[0] for starts in run.starts)
@@ -51,5 +51,5 @@ def check() -> None:
     two = LayoutTable.of([Layout(pp=4, schedule="zb-h1"), Layout(pp=4, schedule="afab")])
     bubbles, in_flight = stage_loads.bubble_share(two, 8), stage_loads.in_flight(two, 8)
     assert np.allclose(bubbles, [1 / 3, 1]) and np.allclose(in_flight, [4, 8]), (
-        "arrays of layouts give other numbers than one at a time"
+        "arrays of layouts give other results than one at a time"
     )

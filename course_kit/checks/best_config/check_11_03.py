@@ -1,4 +1,4 @@
-"""Check of exercise 11.3: what a layer keeps, against sums by hand: tp, sequence parallelism, K/V heads, a mixture."""
+"""Check of exercise 11.3: a layer's saved elements, against sums by hand: tp, sp, K/V heads, a mixture."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def check() -> None:
         ),
         "tp4": (
             3 * h + (6 * h + 2 * kv + 5 * f) / 4,
-            "without sp, kept_outside_tp of them are whole; tp splits all others",
+            "without sp, kept_outside_tp of them are not split; tp splits all others",
         ),
         "tp4,sp": ((9 * h + 2 * kv + 5 * f) / 4, "with sp, tp splits all of them"),
-        "tp16,sp": ((9 * h + 2 * kv * 2 + 5 * f) / 16, "tp 16 of 8 K/V heads: each head is there twice"),
+        "tp16,sp": ((9 * h + 2 * kv * 2 + 5 * f) / 16, "tp 16 of 8 K/V heads: each head is held twice"),
     }
     for spec, (wanted, why) in cases.items():
         got = float(step_memory.kept_elements(config, h100, Layout.parse(spec)))
         assert abs(got / wanted - 1) < 1e-9, f"{spec}: {wanted:,.0f} elements per token, yours {got:,.0f}: {why}"
     counts = step_memory.kept_elements(config, h100, LayoutTable.of(map(Layout.parse, cases)))
     assert np.shape(counts) == (len(cases),) and np.allclose(counts, [wanted for wanted, _ in cases.values()]), (
-        "arrays of layouts give other numbers than one at a time"
+        "arrays of layouts give other results than one at a time"
     )
     qwen = ModelConfig(36, 2560, 32, 8, 9728, 151936, head_size=128)  # 32 heads of 128 are wider than h
     got = float(step_memory.kept_elements(qwen, h100, Layout(tp=2)))

@@ -38,5 +38,5 @@ def check() -> None:
     times = step_time.tensor_parallel_time(h100, LayoutTable.of(two), 1e9)
     alone = [step_time.tensor_parallel_time(h100, layout, 1e9) for layout in two]
     assert np.shape(times) == (2,) and np.allclose(times, alone), (
-        "arrays of layouts give other numbers than one at a time"
+        "arrays of layouts give other results than one at a time"
     )

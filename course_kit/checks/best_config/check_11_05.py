@@ -9,7 +9,7 @@ from course_lib.best_config.clusters import CLUSTERS
 from course_lib.best_config.tables import LayoutTable
 from course_lib.five_d.layouts import Layout
 
-EACH, NEAR, FAR = "4 bytes in each round, and 2 once", "7 short steps", "15 long steps"
+EACH, NEAR, FAR = "4 bytes in each sync, and 2 once", "7 short steps", "15 long steps"
 ONCE, LATE = f"4 + 2 bytes, {FAR}", "2/3 of one slot's"
 # layout, m, slot: seconds by hand, for 1e9 parameters, and of what they are made
 CASES = {
@@ -24,13 +24,13 @@ CASES = {
     ("dp8,cp2,tp8,sp,zero1", 4, 0.0): (15 / 16 * 6 / 25 + 15e-3, f"replicas are dp x cp = 16: {ONCE}"),
     ("dp16,tp8,sp,zero2", 4, 0.1): (
         15 / 16 * (4 * 4 + 2) / 25 + 4 * 15e-3 - 0.5 * 4 * 0.1 * 2 / 3,
-        f"{EACH}; {FAR} a round; less half of 2/3 of 4 slots"
+        f"{EACH}; {FAR} per sync; less half of 2/3 of 4 slots"
     ),
     ("dp16,tp8,sp,zero3", 4, 0.1): (
-        15 / 16 * 8 * 4 / 25 + 4 * 15e-3 - 0.5 * 4 * 0.1, f"8 bytes and {FAR} a round; less half of 4 slots"
+        15 / 16 * 8 * 4 / 25 + 4 * 15e-3 - 0.5 * 4 * 0.1, f"8 bytes and {FAR} per sync; less half of 4 slots"
     ),
     ("dp16,pp2,tp8,sp,zero3,keep", 4, 0.1): (
-        15 / 16 * 6 / 25 + 15e-3 - 0.5 * 0.1 * 2 / 3, f"as ZeRO-1: one round of {ONCE}"
+        15 / 16 * 6 / 25 + 15e-3 - 0.5 * 0.1 * 2 / 3, f"as ZeRO-1: one sync of {ONCE}"
     ),
     ("dp2,cp4", 4, 0.0): (7 / 8 * 8 / 225 + 7e-4, "replicas are dp x cp = 8, all in one node"),
     ("dp2,pp2,cp8,zero1", 4, 0.0): (15 / 16 * 6 / 200 + 15e-3, "eight of the replicas are in a node: eight cards"),
@@ -68,5 +68,5 @@ def check() -> None:
     slots = np.array([slot for _, _, slot in CASES])
     times = step_time.gradient_time(h100, table, 4, np.full(len(CASES), 1e9), slots)
     assert np.shape(times) == (len(CASES),) and np.allclose(times, [wanted for wanted, _ in CASES.values()]), (
-        "arrays of layouts give other numbers than one at a time"
+        "arrays of layouts give other results than one at a time"
     )

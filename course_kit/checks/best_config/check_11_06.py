@@ -1,4 +1,4 @@
-"""Check of exercise 11.6: what each fit gets to see, where it starts, and whose predictions stand where."""
+"""Check of exercise 11.6: the runs that each fit sees, the constants it starts from, the order of predictions."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def runs_of(cell: tuple[str, int], runs: list[MeasuredRun]) -> int:
 
 
 def check() -> None:
-    """Run it with a fit that only notes what it sees and marks the cluster, on some runs of three cells."""
+    """Run it on some runs of three cells, with a fit that only records its arguments and marks the cluster."""
     efa, seen = CLUSTERS["H100, EFA"], []
     some = [run for run in load_runs(RUNS) if (run.model, run.nodes) in CELLS][::5]
-    some = some[::2] + some[1::2]  # the runs of a cell do not stand together
+    some = some[::2] + some[1::2]  # the runs of a cell are not adjacent
 
     def fit(runs: list[MeasuredRun], cluster: Cluster) -> Cluster:
         seen.append((runs, cluster))

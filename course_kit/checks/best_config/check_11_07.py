@@ -1,4 +1,4 @@
-"""Check of exercise 11.7: all products of four degrees, each once, and the first reason of each row."""
+"""Check of exercise 11.7: all factorizations into four degrees, each once, and the first reason of each row."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def check() -> None:
         columns = (table.dp, table.pp, table.cp, table.tp)
         rows = {tuple(map(int, row)) for row in zip(*columns, strict=True)}
         assert len(table) == len(rows) == wanted, (
-            f"{gpus} GPUs: {wanted} products, yours {len(table)} rows, {len(rows)} different: pp, cp and tp are any "
-            "divisors, and dp is what they leave, where they leave no rest"
+            f"{gpus} GPUs: {wanted} factorizations, you have {len(table)} rows, {len(rows)} different: pp, cp, tp are "
+            "any divisors, and dp is the quotient, where it is an integer"
         )
         assert np.all(table.ranks == gpus), f"{gpus} GPUs: a row has {table.ranks[table.ranks != gpus][0]}"
     reasons = ["fits"]

@@ -1,4 +1,4 @@
-"""Check of exercise 11.8: the layouts one change away from one, none other, and each of them consistent."""
+"""Check of exercise 11.8: exactly the layouts one change away from a given one, each of them consistent."""
 
 from __future__ import annotations
 

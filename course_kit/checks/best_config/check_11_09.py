@@ -13,7 +13,7 @@ GIB = 2**30
 
 def largest_losses(plan: Estimate, layout: Layout) -> str:
     """Return the two parts of a step, besides the model's own FLOPs, that take most of it."""
-    again = plan.time["matrices"] / 4 + plan.time["attention"] * 2 / 9  # what full recomputation does anew
+    again = plan.time["matrices"] / 4 + plan.time["attention"] * 2 / 9  # what full recomputation repeats
     spent = plan.time | {"recomputation": again * (layout.recompute == "full")}
     shares = {name: float(part / plan.step_s) for name, part in spent.items()}
     others = set(shares) - {"matrices", "attention", "output layer"}

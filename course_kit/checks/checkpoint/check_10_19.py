@@ -1,4 +1,4 @@
-"""Check of exercise 10.19: `fill` copies what saved chunks have of wanted ones, whatever way either was cut."""
+"""Check of exercise 10.19: `fill` copies the overlap of saved and wanted chunks, however either was cut."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def check() -> None:
     assert part[0].values is position and position[0].tolist() == [7, 8, 9], (
         f"row 1, columns 1 to 3: {position.tolist()}"
     )
-    assert position[1].tolist() == [-1] * 3, "what no saved chunk has should stay as it was"
+    assert position[1].tolist() == [-1] * 3, "elements in no saved chunk should stay as they were"
     check_apart()
     for shape, (saved, wanted) in itertools.product(((4, 6), (3, 2, 5), (11,), ()), ((3, 4), (2, 3), (4, 2))):
         full = torch.randn(shape)

@@ -21,7 +21,7 @@ NEW = 30
 
 
 class Crash(BaseException):
-    """Instead of a kill: nothing catches it."""
+    """Stands in for a kill: nothing catches it."""
 
 
 class Crashes:
@@ -42,7 +42,7 @@ class Crashes:
         self.seen.append(f"{name} {Path(str(args[0])).name}")
 
     def run(self, at: int, work: Callable[[], object]) -> bool:
-        """Return whether `work` has come to operation number `at`, and crashed before it."""
+        """Return whether `work` reached operation number `at` and crashed before it."""
         self.at, self.seen, self.on = at, [], True
         try:
             work()
@@ -57,7 +57,7 @@ class Crashes:
 
 @functools.cache
 def crashes() -> Crashes:
-    """Return the one watcher of this process: a hook stays for ever."""
+    """Return this process's only watcher: an audit hook cannot be removed."""
     return Crashes()
 
 
@@ -75,7 +75,7 @@ def root_with(below: str, *steps: int) -> tuple[Path, Path]:
 
 
 def is_complete(folder: Path) -> bool:
-    """Return whether a folder has its data and says its step."""
+    """Return whether a folder has all its data and names its step."""
     try:
         return (folder / "__0_0.distcp").stat().st_size > 0 and "step" in json.loads((folder / ABOUT).read_text())
     except (OSError, ValueError):
@@ -83,7 +83,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def check_crashes(below: str, steps: tuple[int, ...], keep: int) -> None:
-    """Assert what is there after a crash before each operation, and after none."""
+    """Assert the folders' contents after a crash before each operation, and after no crash."""
     present = max((step for step in steps if step < NEW), default=0)
     for at in itertools.count():
         root, folder = root_with(below, *steps)
@@ -94,7 +94,7 @@ def check_crashes(below: str, steps: tuple[int, ...], keep: int) -> None:
         assert all(good.values()), f"killed {after}: a folder has a good name and is not complete: {good}"
         assert good or not steps, f"killed {after}: no checkpoint at all is left"
         assert not crashed or max(good, default=0) >= present, (
-            f"killed {after}: step {present} is gone before step 30 is there: {good}"
+            f"killed {after}: step {present} is gone before step 30 is complete: {good}"
         )
         if not crashed:
             break
@@ -107,7 +107,7 @@ def check_crashes(below: str, steps: tuple[int, ...], keep: int) -> None:
 
 
 def check_flushes(below: str) -> None:
-    """Assert what was on the disk when the folder got its name, and when the old one went."""
+    """Assert the contents of the disk when the folder got its name, and when the old one was removed."""
     root, folder = root_with(below, 10)
     order, plain = [], os.fsync
 

@@ -1,4 +1,4 @@
-"""Check of exercise 10.21: what each of three runs has forgotten."""
+"""Check of exercise 10.21: the state that each of three runs has forgotten."""
 
 from __future__ import annotations
 

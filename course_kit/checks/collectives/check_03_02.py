@@ -1,4 +1,4 @@
-"""Check of exercise 03.2: what rank 0 of a star sends, predicted for 4 ranks and for 512."""
+"""Check of exercise 03.2: the bytes that rank 0 of a star sends, predicted for 4 ranks and for 512."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from course_lib.collectives import rings
 
 
 def reduce_scatter_trial(group: dist.ProcessGroup, shape: tuple[int, ...], dtype: torch.dtype) -> str:
-    """Return what is wrong with the result; nothing if it is right."""
+    """Return what is wrong with the result; "" if it is right."""
     rank, n, numel = dist.get_rank(group), dist.get_world_size(group), math.prod(shape)
     tensor = values(rank, numel, dtype)
     shards = torch.stack([values(r, numel, dtype) for r in range(n)]).sum(0).tensor_split(n)
@@ -24,16 +24,16 @@ def reduce_scatter_trial(group: dist.ProcessGroup, shape: tuple[int, ...], dtype
         return f"returns {getattr(got, 'dtype', type(got).__name__)}, not its shard in {dtype}"
     for shard in (p for p in range(n) if p != rank and got.shape == shards[p].shape and torch.equal(got, shards[p])):
         return (
-            f"ends with the sum of piece {shard}, not of piece {rank}: which piece is sent first?"
+            f"ends with the sum of shard {shard}, not of shard {rank}: which shard is sent first?"
             if got.numel()
             else ""
         )
     if got.shape != shards[rank].shape or not torch.equal(got, shards[rank]):
-        return "returns something else than the sum of its piece"
+        return "returns something other than the sum of its shard"
     if not torch.equal(tensor.tensor_split(n)[rank], got):
-        return "has the sum, but not in its piece of `tensor`"
+        return "has the sum, but not in its shard of `tensor`"
     if got.numel() and got.data_ptr() != tensor.tensor_split(n)[rank].data_ptr():
-        return "returns a copy of its piece: return the view of `tensor`"
+        return "returns a copy of its shard: return the view of `tensor`"
     return made.too_much(shards[0].nbytes)
 
 

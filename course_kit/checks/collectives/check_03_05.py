@@ -14,14 +14,14 @@ from course_lib.collectives import rings
 
 
 def all_gather_trial(group: dist.ProcessGroup, shape: tuple[int, ...], dtype: torch.dtype) -> str:
-    """Return what is wrong with the result; nothing if it is right."""
+    """Return what is wrong with the result; "" if it is right."""
     rank, n, expected = dist.get_rank(group), dist.get_world_size(group), values(0, math.prod(shape), dtype)
     tensor = torch.full_like(expected, -1)
     tensor.tensor_split(n)[rank].copy_(expected.tensor_split(n)[rank])
     with Made() as made:
         rings.ring_all_gather(tensor.view(shape), group)
     missing = [p for p, shard in enumerate((tensor == expected).tensor_split(n)) if not shard.all()]
-    return f"does not have pieces {missing}" if missing else made.too_much(tensor.tensor_split(n)[0].nbytes)
+    return f"does not have shards {missing}" if missing else made.too_much(tensor.tensor_split(n)[0].nbytes)
 
 
 def check() -> None:

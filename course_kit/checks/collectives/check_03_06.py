@@ -21,7 +21,7 @@ CASES = (  # ranks, shape, dtype, CHUNK
 
 
 def all_reduce_trial(group: dist.ProcessGroup, shape: tuple[int, ...], dtype: torch.dtype, chunk: int) -> str:
-    """Return what is wrong with the result; nothing if it is right. chunk: what CHUNK is meanwhile."""
+    """Return what is wrong with the result; "" if it is right. chunk: the value of CHUNK."""
     rank, n, numel = dist.get_rank(group), dist.get_world_size(group), math.prod(shape)
     tensor = values(rank, numel, dtype).view(shape)
     with mock.patch.object(rings, "CHUNK", chunk), Made() as made:

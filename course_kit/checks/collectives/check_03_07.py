@@ -19,9 +19,9 @@ def check() -> None:
     """Assert both bandwidths of six collectives, and the error for others."""
     for collective, n, factor in FACTORS:
         algorithm, bus = bandwidth.bandwidths(collective, 3_000_000, 0.5, n)
-        assert abs(algorithm / 6_000_000 - 1) < 1e-9, "algorithm bandwidth is size / seconds, in bytes a second"
+        assert abs(algorithm / 6_000_000 - 1) < 1e-9, "algorithm bandwidth is size / seconds, in bytes per second"
         assert abs(bus / algorithm / factor - 1) < 1e-9, (
-            f"{collective}, {n} ranks: your factor is {bus / algorithm:.4g}, that of nccl-tests {factor:.4g}"
+            f"{collective}, {n} ranks: your factor is {bus / algorithm:.4g}, nccl-tests has {factor:.4g}"
         )
     for other in ("gather", "gossip"):
         try:

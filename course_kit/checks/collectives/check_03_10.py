@@ -39,7 +39,7 @@ def check(shift: Callable) -> None:
             outcomes = ranks(among, n, shift_trial, shift, shape, dtype)[-n:]
         for rank, (right, bytes_sent) in enumerate(outcomes):
             assert right, (
-                f"{n} ranks, {dtype} of shape {shape}: group rank {rank} has no copy of rank {(rank - 1) % n}'s, "
+                f"{n} ranks, {dtype} of shape {shape}: group rank {rank} has no copy of rank {(rank - 1) % n}'s tensor "
                 "of the same shape and dtype, or has changed its own"
             )
             assert in_the_group(bytes_sent, n), (

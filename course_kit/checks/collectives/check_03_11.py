@@ -4,6 +4,6 @@ from __future__ import annotations
 
 
 def check(guilty_rank: int, guilty_call: str) -> None:
-    """Assert that both answers match the hang report."""
+    """Assert that both match the hang report."""
     assert guilty_rank == 2, "the guilty rank is the one that waits alone, at another line than the others"
     assert guilty_call == "broadcast", "the report says 'in ...' before the line of the guilty rank"

@@ -14,7 +14,7 @@ from course_kit.labs.collectives import among
 from course_kit.ranks import shared
 
 STEPS = 6
-CASES = (  # ranks; (step, rank, value) of odd gradients; the rank whose weight leaves the others' weights
+CASES = (  # ranks; (step, rank, value) of odd gradients; the rank whose weight differs from the others'
     (4, [(4, 2, "nan")], None),
     (3, [(1, 2, "inf"), (2, 1, "3e38"), (4, 0, "-inf")], None),  # 3e38 is finite
     (3, [(0, 2, "nan"), (3, 0, "nan"), (3, 1, "nan"), (5, 0, "nan")], 1),

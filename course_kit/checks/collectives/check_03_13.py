@@ -55,14 +55,14 @@ def check() -> None:
             twice = 2 * 4 * numel - shard.nbytes - local[(position + 1) % len(inside)].nbytes
             stayed = bytes_sent.select(group=inside).bytes if len(inside) > 1 else 0
             assert stayed <= twice, (
-                f"{what}: {stayed} bytes go round inside the node, {twice} are enough: reduce-scatter, then all-gather"
+                f"{what}: {stayed} bytes travel inside the node, {twice} are enough: reduce-scatter, then all-gather"
             )
             parts = [part.nbytes for part in shard.tensor_split(len(nodes))]
             position = across.index(rank)
             ring = 2 * sum(parts) - parts[position] - parts[(position + 1) % len(nodes)]
             enough = max(ring, 2 * (len(nodes) - 1) * shard.nbytes // len(nodes))  # or as an all-reduce is booked
             crossed = bytes_sent.select(group=across).bytes if len(nodes) > 1 else 0
-            assert crossed <= enough, f"{what}: {crossed} bytes go across nodes, {enough} are enough: one piece only"
+            assert crossed <= enough, f"{what}: {crossed} bytes go across nodes, {enough} are enough: one shard only"
             steps = 2 * (len(inside) - 1) + 2 * (len(nodes) - 1)
             assert bytes_sent.select("send").calls <= steps, (
                 f"{what}: {bytes_sent.select('send').calls} sends, {steps} are enough"

@@ -40,11 +40,11 @@ class Made(TorchDispatchMode):
         return result
 
     def too_much(self, shard: int) -> str:
-        """Return what is wrong, if a tensor is larger than a shard, or all together than two; 256 bytes pass."""
+        """Describe a tensor larger than a shard, or tensors larger than two in total; 256 bytes more are allowed."""
         if self.largest > shard + 256:
-            return f"makes a tensor of {self.largest:,} bytes; a piece has {shard:,}"
+            return f"makes a tensor of {self.largest:,} bytes; a shard has {shard:,}"
         too_much = self.held > 2 * shard + 256
-        return f"holds {self.held:,} bytes at once; two pieces have {2 * shard:,}" if too_much else ""
+        return f"holds {self.held:,} bytes at once; two shards have {2 * shard:,}" if too_much else ""
 
 
 def members(n: int) -> tuple[int, ...]:
@@ -66,7 +66,7 @@ def neighbors_only(traffic: Traffic, rank: int, n: int) -> bool:
 
 
 def check_ring(what: str, outcomes: list[tuple[str, Traffic]], steps: int, expected_bytes: list[int]) -> None:
-    """Assert that nothing is wrong with each rank's result, and that it kept to the ring, its steps and its bytes."""
+    """Assert that each rank's result is right, and that its sends follow the ring, in number and bytes."""
     n = len(outcomes)
     for rank, (wrong, traffic) in enumerate(outcomes):
         assert not wrong, f"{what}: group rank {rank} {wrong}"

@@ -13,7 +13,7 @@ from course_lib.context_parallel import blocks
 def merged(
     sizes: list[int], scale: float, dtype: torch.dtype = torch.float32, order: Sequence[int] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """merge over chunks of so many keys: out and lse, and the float64 results; scores about as large as scale."""
+    """merge over chunks of so many keys: out and lse, then float64's; scores about as large as scale."""
     generator = torch.Generator().manual_seed(6)
     z = scale * torch.randn(2, 5, 3, sum(sizes), generator=generator, dtype=torch.float64)  # [b, s, a, keys]
     v = torch.randn(sum(sizes), 4, generator=generator, dtype=torch.float64)

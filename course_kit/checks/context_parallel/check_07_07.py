@@ -20,7 +20,7 @@ def check() -> None:
 
 
 def judge_full(kv: int, causal: bool) -> None:
-    """Judge a block that is all there is."""
+    """Judge a single block of all queries and keys."""
     where = f"{kv} K/V heads, causal {causal}"
     q, k, v, gradient = some_heads(6, kv=kv)
     copies = [x.clone() for x in (q, k, v, gradient)]
@@ -34,7 +34,7 @@ def judge_full(kv: int, causal: bool) -> None:
     got = blocks.plain_backward(gradient, q, k, v, *result, causal)
     for name, mine, right in zip("qkv", got, gradients, strict=True):
         assert relative_error(mine, right) < 1e-9, f"{where}: the gradient of {name} is not autograd's"
-    assert all(map(torch.equal, (q, k, v, gradient), copies)), "leave what is given as it is"
+    assert all(map(torch.equal, (q, k, v, gradient), copies)), "do not change the arguments"
 
 
 def judge_far_rows() -> None:
@@ -47,7 +47,7 @@ def judge_far_rows() -> None:
 
 
 def judge_bfloat16() -> None:
-    """Judge dtypes and numbers in BF16."""
+    """Judge dtypes and values in BF16."""
     q, k, v, gradient = some_heads(6, dtype=torch.bfloat16)
     q64, k64, v64, gradient64 = (x.double() for x in (q, k, v, gradient))
     expected = full_attention(q64, k64, v64, gradient64, True)

@@ -1,4 +1,4 @@
-"""Check of exercise 07.9: the ring's forward against whole attention, and which of its transfers are hidden."""
+"""Check of exercise 07.9: the ring's forward against full attention, and which of its transfers are hidden."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def check() -> None:
 
 
 def steps_with_work(rank: int, n: int, order: str, causal: bool) -> int:
-    """Return the number of steps but the last in which a rank's queries see some of the keys at hand."""
+    """Return the number of steps before the last in which a rank's queries see some of the current keys."""
     last = max(chunks_of(rank, n, order))
     return sum(not causal or min(chunks_of((rank - step) % n, n, order)) <= last for step in range(n - 1))
 
@@ -45,7 +45,7 @@ def judge(rank: int, n: int, order: str, causal: bool, report: Forward) -> None:
         "of k and v together"
     )
     after, peers = rank // n * n + (rank + 1) % n, {r.peer for r in bytes_sent.records}
-    assert peers == {after}, f"{where}: sends to {sorted(map(str, peers))}, and rank {after} comes next"
+    assert peers == {after}, f"{where}: sends to {sorted(map(str, peers))}, and rank {after} is next"
     made, wanted = total(report.events, "attention"), scores_of(rank % n, n, order, SEQ, causal)
     assert made == wanted, f"{where}: {made} scores made, {wanted} are visible: each once, and no others"
     names = [word for word, _ in report.events if "exchange" in word or word == "attention"]

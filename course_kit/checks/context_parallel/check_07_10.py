@@ -1,4 +1,4 @@
-"""Check of exercise 07.10: the ring's gradients of q, k and v against whole attention's, and what travels for them."""
+"""Check of exercise 07.10: the ring's gradients of q, k and v against full attention's, and their traffic."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def judge(rank: int, n: int, order: str, causal: bool, report: Backward) -> None
     left = unfinished(report.events)
     assert not left, f"{where}: {left} sends or receives are never waited for"
     for name, error in zip("qkv", report.errors, strict=True):
-        advice = "" if name == "q" else ": have all ranks' shares come home to the owner?"
+        advice = "" if name == "q" else ": have all ranks' contributions reached the owner?"
         assert error < 1e-9, f"{where}: the gradient of {name} is not one process's{advice}"
-    assert report.same, f"{where}: something that was given has changed"
+    assert report.same, f"{where}: an argument has changed"
     bytes_sent, part = report.traffic.select("send"), part_bytes(n)
     assert {r.collective for r in report.traffic.records} <= {"send", "recv"}, (
         f"{where}: the ring sends and receives, no more"

@@ -1,4 +1,4 @@
-"""Check of exercise 07.12: attention on gathered keys and values, and its gradients, against whole attention."""
+"""Check of exercise 07.12: attention on gathered keys and values, and its gradients, against full attention."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check() -> None:
             for rank, result in enumerate(report):
                 judge_backward(rank, *layout, result)
         for rank, report in enumerate(next(outcomes)):
-            part, bytes_sent = 2 * 2 * 8 * 2 * 8, report.traffic.bytes  # part: numbers in a rank's k and v
+            part, bytes_sent = 2 * 2 * 8 * 2 * 8, report.traffic.bytes  # part: elements of a rank's k and v
             assert set(report.dtypes) == {torch.bfloat16}, f"rank {rank}, in BF16: gradients of {report.dtypes[0]}"
             assert bytes_sent == part * (2 + 4), f"rank {rank}, in BF16: {bytes_sent} bytes: sums travel in float32"
 
@@ -51,7 +51,7 @@ def judge_forward(rank: int, n: int, order: str, causal: bool, report: Forward) 
     assert report.traffic.bytes == enough, f"{where}: {report.traffic.bytes} bytes sent, {enough} are enough"
     made, wanted = total(report.events, "attention"), scores_of(rank % n, n, order, SEQ, causal)
     assert made == wanted, f"{where}: {made} scores made, {wanted} are visible: each once, and no others"
-    assert hidden(report.events, "gather"), f"{where}: attend to the own part while others travel; {' · '.join(names)}"
+    assert hidden(report.events, "gather"), f"{where}: attend to the local shard as others travel: {' · '.join(names)}"
 
 
 def judge_backward(rank: int, n: int, order: str, causal: bool, report: Backward) -> None:
@@ -59,9 +59,9 @@ def judge_backward(rank: int, n: int, order: str, causal: bool, report: Backward
     where = f"{n} ranks, {order}, causal {causal}, rank {rank}, backward"
     assert not unfinished(report.events), f"{where}: a transfer is never waited for"
     for name, error in zip("qkv", report.errors, strict=True):
-        advice = "" if name == "q" else ": the sum of all ranks' shares?"
+        advice = "" if name == "q" else ": the sum of all ranks' contributions?"
         assert error < 1e-9, f"{where}: the gradient of {name} is not one process's{advice}"
-    assert report.same, f"{where}: something that was given has changed"
+    assert report.same, f"{where}: an argument has changed"
     bytes_sent = [r.collective for r in report.traffic.records]
     assert bytes_sent == ["all_gather", "reduce_scatter"], (
         f"{where}: sends {bytes_sent}; an all-gather and a reduce-scatter"
@@ -70,4 +70,4 @@ def judge_backward(rank: int, n: int, order: str, causal: bool, report: Backward
     assert report.traffic.bytes == enough, f"{where}: {report.traffic.bytes} bytes sent, not {enough}"
     made, wanted = total(report.events, "attention"), scores_of(rank % n, n, order, SEQ, causal)
     assert made == wanted, f"{where}: {made} scores made, {wanted} are visible: each once, and no others"
-    assert hidden(report.events, "gather"), f"{where}: attend to the own part while the others travel"
+    assert hidden(report.events, "gather"), f"{where}: attend to the local shard while the others travel"

@@ -1,4 +1,4 @@
-"""Check of exercise 07.13: Ulysses' results, gradients and traffic against whole attention, and a refusal."""
+"""Check of exercise 07.13: Ulysses' results, gradients and traffic against full attention, and a refusal."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def ulysses_trial(group: dist.ProcessGroup, *how) -> Both:
 
 
 def ulysses_refusal(group: dist.ProcessGroup) -> str:
-    """On a rank: the error of 6 heads; empty where there is none."""
+    """On a rank: the error of 6 heads; empty if there is none."""
     heads = torch.zeros(1, 2, 6, 4)
     try:
         attention.ulysses_attention(heads, heads, heads, group)

@@ -1,4 +1,4 @@
-"""Check of exercise 07.14: the megabytes that each method sends, by formula, beside what four ranks send, scaled up."""
+"""Check of exercise 07.14: the megabytes that each method sends, by formula, beside four ranks' traffic, scaled up."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RANKS, TOKENS, HEADS, KV_HEADS, D = 8, 131072, 32, 8, 128  # Llama-3 8B
 
 
 def sent_by_methods(group: dist.ProcessGroup) -> dict[str, int]:
-    """On a rank: bytes sent in forward by each method, of SEQ tokens with as many K/V heads as heads."""
+    """On a rank: bytes sent in forward by each method, for SEQ tokens and equal numbers of K/V heads and heads."""
     return {
         name: method_trial(group, method, "zigzag", True, 4, 4).forward.bytes
         for name, method in context.METHODS.items()

@@ -70,7 +70,7 @@ def context_trial(group: dist.ProcessGroup, method: str, order: str, config: Mod
 
 
 def context_refusals(group: dist.ProcessGroup) -> tuple[list[str], bool]:
-    """On 4 ranks: the impossible wishes that are granted; and whether a model that was refused is as it was before."""
+    """On 4 ranks: the impossible requests that are accepted, and whether a refused model is unchanged."""
     model, message = Transformer(ONE_LAYER), []
     split = context.apply_context_parallel(Transformer(ONE_LAYER), group)
     cores = [block.attention.core for block in transformer_blocks(split)]
@@ -121,8 +121,8 @@ def check() -> None:
         for rank, wrong in enumerate(ranks(in_groups, 4, wrong_cores)):
             assert wrong is None, f"rank {rank}: {wrong}"
         for rank, (granted, same) in enumerate(ranks(in_groups, 4, context_refusals)):
-            assert not granted, f"rank {rank}: is to be refused: {', '.join(granted)}"
-            assert same, f"rank {rank}: a model that was refused has changed all the same"
+            assert not granted, f"rank {rank}: should be refused: {', '.join(granted)}"
+            assert same, f"rank {rank}: a refused model has changed"
 
 
 def judge(where: str, method: str, expected: Training, result: RankResult) -> None:

@@ -1,4 +1,4 @@
-"""Check of exercise 07.16: the exchange over the attention beside it, for five settings."""
+"""Check of exercise 07.16: the ratio of the exchange's time to the attention's, for five settings."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def backward_trial(
 
 
 class Both(NamedTuple):
-    """One rank's results of a method that autograd knows."""
+    """One rank's results of a differentiable method."""
 
     errors: list[float]  # of out and the gradients of q, k, v
     forward: Traffic

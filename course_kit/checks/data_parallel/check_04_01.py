@@ -9,7 +9,7 @@ import numpy as np
 
 
 def numbers_in(message: str) -> set[int]:
-    """Return the whole numbers that a message names; 4,194,304 and 4_194_304 are one number."""
+    """Return the integers that a message names; 4,194,304 and 4_194_304 are one number."""
     grouped = re.findall(r"\d{1,3}(?:[,_]\d{3})+", message)
     return {int(number.replace(",", "").replace("_", "")) for number in grouped + re.findall(r"\d+", message)}
 
@@ -40,4 +40,4 @@ def check(accumulation_steps: Callable[[int, int, int, int], int]) -> None:
         except AssertionError:
             raise AssertionError(f"{wrong}: raise a ValueError; Python may be told to skip assertions") from None
         else:
-            raise AssertionError(f"{wrong}: it does not come out, and you return {got}: raise ValueError")
+            raise AssertionError(f"{wrong}: it does not divide evenly, and you return {got}: raise ValueError")

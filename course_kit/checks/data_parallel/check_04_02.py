@@ -17,7 +17,7 @@ from course_lib.single_gpu.model import Transformer, loss
 
 
 def naive_trial(group: dist.ProcessGroup | None) -> tuple[Tensors, Traffic, list[str]]:
-    """Return this rank's averaged gradients, its traffic, and what has changed that should not have, or has not."""
+    """Return this rank's averaged gradients, its traffic, and any wrong or missing changes."""
     rank = dist.get_rank(group)
     model, (inputs, targets) = Transformer(TINY), batch_of(rank, TINY)
     norm = model.norm

@@ -15,7 +15,7 @@ from course_lib.single_gpu.model import Transformer, loss
 
 
 def overlap_trial(group: dist.ProcessGroup | None, steps: int) -> tuple:
-    """Return the first step's gradients, the weights after `steps`, and what backward and finish() did in the last."""
+    """Return the first step's gradients, the weights after `steps`, and the last step's backward and finish()."""
     model, (inputs, targets) = Transformer(TINY), batch_of(dist.get_rank(group), TINY)
     named, first, changed = list(model.named_parameters()), None, []
     frozen, unused, old = model.unreached = nn.ParameterList(torch.zeros(3) for _ in range(3))
@@ -84,5 +84,5 @@ def check() -> None:
                     "process's: something of an earlier step is left"
                 )
                 assert max(seen) > 0, (
-                    "no all-reduce starts before backward comes to the first block: start them in the hook"
+                    "no all-reduce starts before backward reaches the first block: start them in the hook"
                 )

@@ -1,4 +1,4 @@
-"""Check of exercise 04.5: which parameters share a bucket, and in which order buckets stand."""
+"""Check of exercise 04.5: which parameters share a bucket, and the order of the buckets."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def check() -> None:
     model = Transformer(ModelConfig(3, 64, 4, 2, 96, 300))
     names = {parameter: name for name, parameter in model.named_parameters()}
     nbytes = [parameter.nbytes for parameter in names]
-    for limit in (0, 20_000, 40_000, 10**9):  # 20,000: a norm stands between larger ones
+    for limit in (0, 20_000, 40_000, 10**9):  # 20,000: a norm is between larger ones
         made = placed(list(names), names, limit)
         assert [i for bucket in made for i in bucket] == [*range(len(names))][::-1], (
             f"bucket_bytes {limit:,}: from the last parameter to the first"
@@ -58,7 +58,7 @@ def check() -> None:
     names = {parameter: f"parameter {i}" for i, parameter in enumerate(mixed)}
     made = placed(iter(mixed), names, 1000)
     assert sorted(map(sorted, made)) == [[0, 8], [1, 3, 5, 7, 9], [2], [4], [6]], (
-        f"{made}: one bucket for each dtype, device (parameter 2 has another) and reduce_group (4 and 6 have others)"
+        f"{made}: one bucket for each dtype, device (parameter 2's) and reduce_group (parameters 4's and 6's)"
     )
     assert made == [[6], [4], [2], [9, 7, 5, 3, 1], [8, 0]], (
         f"{made}: each bucket from the last parameter to the first, and sorted by the parameter that each took last"

@@ -1,4 +1,4 @@
-"""Check of exercise 04.6: `Bucket.launch` sends the buffer, with zeros and flags for what is missing."""
+"""Check of exercise 04.6: `Bucket.launch` sends the buffer, with zeros and flags for missing gradients."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from course_lib.single_gpu.model import Transformer, loss
 
 
 class Four:
-    """All that a Reducer wants of a group before it launches."""
+    """The part of a group that a Reducer uses before it launches."""
 
     def size(self) -> int:
         """Return the number of ranks."""
@@ -31,7 +31,7 @@ class Launched:
     """The work of an all-reduce; waiting for it is an error."""
 
     def wait(self) -> None:
-        """Complain."""
+        """Raise AssertionError."""
         raise AssertionError("add() waits for an all-reduce: finish() does that")
 
 
@@ -130,7 +130,7 @@ def check() -> None:
                 where = f"{mode}, {micro_batches} micro-batches, rank {rank}"
                 assert quiet.calls == 0, f"{where}: {quiet.calls} all-reduces inside of no_sync()"
                 name, error = farthest(got, grads)
-                earlier = ", gradients of earlier micro-batches with 1" if micro_batches > 1 else ""
+                earlier = ", earlier micro-batches' with 1" if micro_batches > 1 else ""
                 assert error < 1e-4, (
                     f"{where}: the gradient of {name} {cause(got[name], grads[name], 4)} "
                     f"(the final gradient is stored with bucket.scale{earlier})"
@@ -155,6 +155,6 @@ def check() -> None:
                         f"{where}: {late.calls} buckets are launched by finish() only: none is missing here"
                     )
                     assert max(seen) > 0, (
-                        f"{where}: nothing has been launched when backward comes to the first block: no overlap"
+                        f"{where}: nothing has been launched when backward reaches the first block: no overlap"
                     )
                 assert storages == expected, f"{where}: the gradients should be views of {expected} buffers"

@@ -1,4 +1,4 @@
-"""Check of exercise 04.8: `parallel_accumulate` weighs every target token of all ranks alike, and sends once."""
+"""Check of exercise 04.8: `parallel_accumulate` weights every target token of all ranks equally, and sends once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from course_lib.recompute.modes import IGNORED
 from course_lib.single_gpu.model import Transformer
 
 Lengths = tuple[tuple[int, ...], ...]  # target tokens by rank and micro-batch
-# 281 and 273 target tokens in all, no numbers of BF16; none; a single one.
+# 281 and 273 target tokens in all, not exact in BF16; none; a single one.
 OF_FOUR: tuple[Lengths, ...] = (((30, 0), (49, 62), (0, 0), (70, 70)),)
 OF_TWO: tuple[Lengths, ...] = (((70, 63), (70, 70)),)
 OF_THREE: tuple[Lengths, ...] = ((0,), (0,), (0,)), ((0,), (1,), (0,))
@@ -91,7 +91,7 @@ def check() -> None:
 def check_rank(
     rank: int, cases: tuple[Lengths, ...], dtype: torch.dtype, result: list, dtypes: list, asked: list
 ) -> None:
-    """Assert what one rank of a group has told of the cases."""
+    """Assert one rank's results of the cases."""
     n, buckets = len(cases[0]), bucket_count(Transformer(TINY), 0.02e6)
     parts = sum(len(lengths[rank]) for lengths in cases)
     assert dtypes == [dtype] * parts, f"rank {rank}: {parts} micro-batches in {dtype}, and they ran in {dtypes}"
@@ -100,7 +100,7 @@ def check_rank(
         expected, mean = in_one_process(lengths, dtype)
         where = f"targets {lengths}, {dtype}, rank {rank}"
         groups = {record.group for record in traffic.records}
-        assert groups == {tuple(range(4 - n, 4))}, f"{where}: talk within dp.group alone"
+        assert groups == {tuple(range(4 - n, 4))}, f"{where}: communicate within dp.group alone"
         assert isinstance(mean_loss, torch.Tensor), (
             f"{where}: you return {mean_loss!r}: return the loss, a float32 scalar tensor"
         )

@@ -8,7 +8,7 @@ from course_kit.labs.data_parallel import FAULTS, drift_runs
 
 
 def answer_of(first_drift: Callable, norms: list[list[float]]) -> tuple[int, int] | None:
-    """Return what an answer finds. Assert that it is a pair, or None."""
+    """Return the result of an answer. Assert that it is a pair, or None."""
     answer = first_drift(norms)
     assert answer is None or isinstance(answer, tuple) and len(answer) == 2, (
         f"you return {answer!r}: return a tuple (step, rank), or None if no rank drifts"
@@ -45,6 +45,6 @@ def check(first_drift: Callable[[list[list[float]]], tuple[int, int] | None]) ->
     for rank in range(4):
         norms = [[3.0, nan if r == rank else 2.0, nan] for r in range(4)]
         answer = answer_of(first_drift, norms)
-        assert answer == (1, rank), f"rank {rank}'s norm is NaN in step 1, the others' is not, and you say {answer}"
+        assert answer == (1, rank), f"rank {rank}'s norm is NaN in step 1, the others' are not, and you say {answer}"
     answer = answer_of(first_drift, [[3.0, nan, 2.0]] * 4)
     assert answer is None, f"all norms are NaN in step 1: that is no difference, and you say {answer}"

@@ -1,5 +1,5 @@
-"""Check of exercise 04.10: `find_diverged_params` names what differs between the ranks, and sends 16 bytes for each
-tensor.
+"""Check of exercise 04.10: `find_diverged_params` names the tensors that differ between ranks, and sends 16 bytes for
+each tensor.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def swap(i: int, j: int) -> Callable[[torch.Tensor], None]:
 
 
 CHANGES = {  # of values -3, -2, -1, 0, 1, 2, 3, -3 and so on; rank (number of the change) % 4 makes it
-    "neighbours_exchanged": swap(0, 1),
+    "neighbors_exchanged": swap(0, 1),
     "exchanged_1000_apart": swap(3, 1003),
-    "exchanged_between_pieces": swap(1, 2**20 + 1),
+    "exchanged_between_chunks": swap(1, 2**20 + 1),
     "small_beside_large": put(1, -2 + 2**-6),
     "one_more": put(2, 0),
     "beside_a_nan_of_all": put(1, 5),
@@ -48,7 +48,7 @@ def altered_trial(group: dist.ProcessGroup | None) -> tuple[list[str], Traffic, 
     """
     module = nn.Module()
     for number, (name, change) in enumerate({**CHANGES, "same": None, "nan_of_all": None}.items()):
-        values = torch.zeros(2**20 + 8 if "pieces" in name else 2000, dtype=torch.bfloat16)
+        values = torch.zeros(2**20 + 8 if "chunks" in name else 2000, dtype=torch.bfloat16)
         values[:2000] = torch.arange(2000) % 7 - 3
         values[0] = {"small_beside_large": 2**20, "beside_a_nan_of_all": NAN, "nan_of_all": NAN}.get(name, -3)
         values = values > 0 if name == "buffer_not_saved" else values
@@ -77,7 +77,7 @@ def check() -> None:
             for rank, (result, traffic, largest, same, tensors) in enumerate(in_group(n, altered_trial), start=4 - n):
                 assert isinstance(result, list), "return a list of names"
                 assert {record.group for record in traffic.records} <= {tuple(range(4 - n, 4))}, (
-                    "talk within `group` alone"
+                    "communicate within `group` alone"
                 )
                 missed, wrong = sorted(expected - set(result)), sorted(set(result) - expected)
                 assert not missed, f"rank {rank} does not find {missed}. Has each bit a weight of its own?"

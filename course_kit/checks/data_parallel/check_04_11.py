@@ -1,4 +1,4 @@
-"""Check of exercise 04.11: the time of the all-reduce over the time of the backward beside it."""
+"""Check of exercise 04.11: the ratio of the all-reduce's time to the overlapped backward's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from course_lib.data_parallel import replicas
 
 
 def ratio_of(*args, **options) -> float:
-    """Return what an answer makes of its arguments. Assert that it is a number."""
+    """Return the result of an answer. Assert that it is a number."""
     got = replicas.overlap_ratio(*args, **options)
     assert isinstance(got, (int, float, np.number)), f"overlap_ratio returns {got!r}: return a number, the ratio"
     return got
@@ -23,7 +23,7 @@ def check() -> None:
         )
     bf16 = ratio_of(4096, 8, 450e9, 989.5e12)
     fp32 = ratio_of(4096, 8, 450e9, 989.5e12, 4)
-    assert abs(fp32 / bf16 - 2) < 1e-9, "4 bytes a gradient take twice as long as 2"
+    assert abs(fp32 / bf16 - 2) < 1e-9, "4 bytes per gradient take twice as long as 2"
     assert abs(bf16 / 0.4699 - 1) < 0.01, f"in BF16 it is 0.470, not {bf16:.3f}: two bytes by default"
     assert ratio_of(8192, 8, 450e9, 989.5e12) == bf16 / 2, "twice the tokens halve it"
     assert ratio_of(4096, 1, 450e9, 989.5e12) == 0, "one GPU sends nothing"

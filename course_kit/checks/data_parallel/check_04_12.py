@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 def check(recipe: Callable[[int, int, int], tuple[int, int, int]]) -> None:
-    """Assert that the batch comes out exactly, with most GPUs, then with the largest micro-batch."""
+    """Assert that the batch divides evenly, with most GPUs, then with the largest micro-batch."""
     for (sequences, gpus, largest), expected in {
         (1024, 128, 2): (128, 2, 4),
         (1024, 512, 2): (512, 2, 1),
@@ -28,5 +28,5 @@ def check(recipe: Callable[[int, int, int], tuple[int, int, int]]) -> None:
         assert micro_batch <= largest and dp <= gpus, f"{case}: {got} is more than there is"
         assert dp == expected[0], f"{case}: {expected[0]} GPUs can be used, you use {dp}"
         assert micro_batch == expected[1], (
-            f"{case}: a micro-batch of {expected[1]} fits and comes out, you take {micro_batch}"
+            f"{case}: a micro-batch of {expected[1]} fits and divides evenly, you take {micro_batch}"
         )

@@ -38,7 +38,7 @@ def farthest(got: Tensors, expected: Tensors) -> tuple[str, float]:
 
 
 def cause(got: torch.Tensor, expected: torch.Tensor, n: int) -> str:
-    """Say in words what is wrong with a gradient of n ranks."""
+    """Describe the error of a gradient of n ranks."""
     factor = (got.norm() / expected.norm()).item()
     if abs(factor / n - 1) < 1e-3:
         return f"is {n} times one process's: a sum, not the mean: divide by the number of ranks"
@@ -48,7 +48,7 @@ def cause(got: torch.Tensor, expected: torch.Tensor, n: int) -> str:
 
 
 def check_traffic(rank: int, traffic: Traffic, members: tuple[int, ...], nbytes: list[int]) -> None:
-    """Assert that a rank has talked within the group alone, and sent no more than an all-reduce of each tensor does."""
+    """Assert that a rank has sent within the group alone, and no more than an all-reduce of each tensor does."""
     assert {record.group for record in traffic.records} == {members}, f"rank {rank}: reduce over `group`"
     enough = sum(2 * (len(members) - 1) * size // len(members) for size in nbytes)
     assert traffic.bytes <= enough, f"rank {rank} sends {traffic.bytes:,} bytes, {enough:,} are enough"

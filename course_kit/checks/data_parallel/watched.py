@@ -1,4 +1,4 @@
-"""Watch an answer in a check of notebook 04: when all-reduces start, who waits, and what is written meanwhile."""
+"""Watch an answer in a check of notebook 04: when all-reduces start, its waits, and its writes to tensors in flight."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from course_lib.collectives.traffic import Traffic, count_traffic
 
 
 class Watched(count_traffic):
-    """Count traffic; how many all-reduces had started when backward came to each block (seen); how often an answer
-    waited for one (waits), asked for its future (futures), or wrote into a tensor that was on its way (touched).
+    """Count traffic; how many all-reduces had started when backward reached each block (seen); how often an answer
+    waited for one (waits), asked for its future (futures), or wrote into a tensor that was in flight (touched).
     """
 
     def __enter__(self) -> Traffic:
@@ -48,7 +48,7 @@ class Watched(count_traffic):
         return result
 
     def blocks(self, model: nn.Module) -> Watched:
-        """Note for each block how many all-reduces have started when backward comes to it; return self."""
+        """Note for each block how many all-reduces have started when backward reaches it; return self."""
         self.seen: list[int] = []
         for block in transformer_blocks(model):
             block.mlp_norm.register_full_backward_pre_hook(lambda *_: self.seen.append(self.traffic.calls))

@@ -1,4 +1,4 @@
-"""Check of exercise 08.3: experts by grouped products, against the formula, without a loop or a read on the host."""
+"""Check of exercise 08.3: experts by grouped matmuls, against the formula, without a loop or a read on the host."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def judge_model(options: dict, x: torch.Tensor) -> None:
         assert relative_error(got, expected) < 1e-5, f"{what}, block {number}: not the sum of gates times experts"
     width = options.get("ffn_hidden", 40) * (2 + options.get("shared", 0))
     active = cast(ModelConfig, model.active_config).ffn_hidden
-    assert active == width, f"{what}: a token goes through a width of {width}, not {active}"
+    assert active == width, f"{what}: a token passes through a width of {width}, not {active}"
 
 
 def judge_capacity(x: torch.Tensor) -> None:
@@ -74,7 +74,7 @@ def judge_capacity(x: torch.Tensor) -> None:
             got = wide.run(x, gates, lambda: None)
     expected = by_token(wide.experts, x.flatten(0, 1), gates.flatten(0, 1)).view_as(x)
     assert relative_error(got, expected) < 1e-5, (
-        "capacity 4, 10 tokens: nobody is dropped, yet it is not the sum of gates times experts"
+        "capacity 4, 10 tokens: no token is dropped, yet it is not the sum of gates times experts"
     )
     assert not work.read and work.multiplications == 8 * 10 * 3 * 48 * 40, (
         "with a capacity the sizes are fixed: batched_experts with the router's slots"

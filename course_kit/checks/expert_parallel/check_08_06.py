@@ -1,4 +1,4 @@
-"""Check of exercise 08.6: parameters there and active, against a count of a model's tensors."""
+"""Check of exercise 08.6: total and active parameters, against a model's tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from course_lib.single_gpu.model import Transformer
 
 
 def numbers(module: torch.nn.Module) -> int:
-    """Return the numbers in a module's parameters."""
+    """Return the number of elements of a module's parameters."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 

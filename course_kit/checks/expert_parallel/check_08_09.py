@@ -28,13 +28,13 @@ def as_trained(micro_batches: int, recompute: str, routing: dict) -> RouterResul
     for local, right in zip(inputs.chunk(micro_batches), targets.chunk(micro_batches), strict=True):
         part = loss(model(local), right) / micro_batches
         for router in routers:
-            router.loss_weight = 1 / micro_batches  # as late as it may come
+            router.loss_weight = 1 / micro_batches  # as late as it may be set
         part.backward()
     return [r.weight.grad for r in routers], [None if r.counts is None else r.counts.tolist() for r in routers]
 
 
 def by_formula(micro_batches: int, routing: dict) -> RouterResults:
-    """Return the same of a model whose routers add nothing (as in evaluation), with their losses added to the
+    """Return the same for a model whose routers add nothing (as in evaluation), with their losses added to the
     model's.
     """
     model, (inputs, targets) = apply_moe(Transformer(TINY), 8, 2).eval(), batch_of()

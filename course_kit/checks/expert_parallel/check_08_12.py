@@ -15,7 +15,7 @@ from course_lib.expert_parallel import exchange
 
 SIZES = [[1, 2, 0, 3], [0, 0, 4, 1], [2, 0, 0, 0], [0, 5, 1, 2]]  # rows from i to j
 ORDER = ["start", "start", "overlap_with", "wait", "wait"]
-WORDS = ("tensor 0", "tensor 1", "the gradient of tensor 0", "that of tensor 1")
+WORDS = ("tensor 0", "tensor 1", "the gradient of tensor 0", "the gradient of tensor 1")
 
 
 class Noted(torch.autograd.Function):
@@ -50,7 +50,7 @@ def rows_of(sizes: list[list[int]], source: int, to: int, seed: int) -> tuple[to
 
 
 def stacked(pairs) -> list[torch.Tensor]:
-    """Both tensors of some pairs, each put together."""
+    """Return both tensors of some pairs, each concatenated."""
     return [torch.cat(parts) for parts in zip(*pairs, strict=True)]
 
 
@@ -94,7 +94,7 @@ def check() -> None:
 def judge(where: str, result: RankResult) -> None:
     """Judge one rank."""
     for error, word in zip(result.errors, WORDS, strict=True):
-        assert error == 0, f"{where}: {word} is not what should come: are sends and receives the right way round?"
+        assert error == 0, f"{where}: {word} is not what this rank should receive: are sends and receives swapped?"
     for records, least, (word, noted) in zip(result.sent, result.enough, result.events.items(), strict=True):
         assert {name for name, _ in records} == {"all_to_all"}, (
             f"{where}, {word}: sends by {records}: one all_to_all for each tensor does"

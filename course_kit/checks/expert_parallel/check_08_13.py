@@ -30,7 +30,7 @@ def all_by_all(experts: Experts, x: torch.Tensor, gates: torch.Tensor, choices: 
 
 
 def local_experts(group: dist.ProcessGroup, module: Experts) -> Experts:
-    """Return this rank's part of some experts."""
+    """Return this rank's shard of some experts."""
     local = Experts(len(module.gate_proj.weight) // group.size(), 32, 24, all_by_all)
     for mine, full in zip(local.parameters(), module.parameters(), strict=True):
         mine.data = cut(full.detach(), group, 0).clone()
@@ -51,13 +51,13 @@ class Noting:
 
 def rounding_trial(group: dist.ProcessGroup) -> tuple[dict[str, torch.Tensor], set[torch.dtype], list[str]]:
     """Results of three tokens of ones in BF16 where rank 0 multiplies by 256, the others by 1, and their gradient;
-    dtypes of sums; in which order forward starts, waits, and calls meanwhile.
+    dtypes of sums; in which order forward starts, waits, and calls overlap_with.
     """
     factor = 256.0 if group.rank() == 0 else 1.0
     x = torch.ones(3, 8, dtype=torch.bfloat16, requires_grad=True)
     with Additions() as additions:
         with noted_exchanges() as events:
-            beside = functools.partial(events.append, "meanwhile")
+            beside = functools.partial(events.append, "overlap_with")
             out = exchange.dispatch_and_combine(
                 x, torch.ones(3, 8), None, group, lambda rows, gates, choices: factor * rows, beside
             )
@@ -134,8 +134,8 @@ def judge_rounding() -> None:
             assert (sums == 260).all(), f"{name} of 256 + 1 + 1 + 1 is {sums[0, 0]}, not 260: add up in float32"
         assert dtypes <= {torch.float32}, f"rows are added up in {dtypes}: a GPU rounds each sum; add up in float32"
         present = events[events.index("wait") + 1 : -2]  # after read_sizes and before the way back
-        assert present == ["start", "start", "meanwhile", "wait", "wait"], (
-            f"dispatch: start both, call meanwhile, then wait for both: not {present}"
+        assert present == ["start", "start", "overlap_with", "wait", "wait"], (
+            f"dispatch: start both, call overlap_with, then wait for both: not {present}"
         )
 
 

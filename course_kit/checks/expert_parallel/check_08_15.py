@@ -18,7 +18,7 @@ def check() -> None:
         finite = result.isfinite().unflatten(-1, (3, -1))
         where = f"M = {limit}, k = {k}"
         assert torch.equal(finite.all(-1), finite.any(-1)), (
-            f"{where}: keeps experts {result.isfinite().nonzero()[:, 1].tolist()}: a node is in whole, or out whole"
+            f"{where}: keeps experts {result.isfinite().nonzero()[:, 1].tolist()}: keep all experts of a node, or none"
         )
         saved = finite.all(-1).nonzero()[:, 1].tolist()
         assert saved == wanted, f"{where}: keeps nodes {saved}, not {wanted}"

@@ -36,11 +36,11 @@ def judge(rank: int, layout: Layout, result: RankResult) -> None:
     hops = 2 if nodes > 1 else 1
     assert result.hops == hops, f"{where}: tokens make {result.hops} hops among {nodes} nodes, not {hops}"
     names = sorted(expected.gradients, key=lambda name: (".mlp." not in name, name.startswith("blocks.0"), name))
-    for name in names:  # a fault in a mixture spoils what stands before it
+    for name in names:  # a fault in a mixture spoils the layers before it
         mine, right = result.gradients[name], expected.gradients[name]
-        assert mine.shape == right.shape, f"{where}: {name}'s parts make {list(mine.shape)}, not {list(right.shape)}"
+        assert mine.shape == right.shape, f"{where}: {name}'s shards make {list(mine.shape)}, not {list(right.shape)}"
         error, factor = relative_error(mine, right), (mine.norm() / right.norm()).item()
-        hint = "batch_group, reduce_group, gates through enter?" if "router" in name else "cuts, groups, hops?"
+        hint = "batch_group, reduce_group, gates through input_gather?" if "router" in name else "cuts, groups, hops?"
         assert error < 2e-5, (
             f"{where}: the gradient of {name} is off by {error:.1%}, its norm is {factor:.2f} times one process's: "
             f"{hint}"

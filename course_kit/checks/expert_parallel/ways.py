@@ -19,7 +19,7 @@ def experts_trial(
     function: Callable, kind: str, experts: int, number: int | None
 ) -> tuple[dict[str, float], Work, Work, int]:
     """Errors of out and of the gradients of x, gates and weights, by name; the work of forward and of backward; the
-    multiplications that forward needs. number: what the function takes; None: the number of choices.
+    multiplications that forward needs. number: the function's argument; None: the number of choices.
     """
     module, (x, gates, choices) = some_experts(experts), some_choices(kind, experts=experts)
     wanted, result = [x, gates, *module.parameters()], {}
@@ -54,10 +54,10 @@ def judge_way(
 
 
 def judge_edges(function: Callable, number: int) -> None:
-    """Judge the weights' gradients where no token comes, and the dtype of the result."""
+    """Judge the gradients of weights of experts without tokens, and the dtype of the result."""
     module, (x, gates, _) = some_experts(), some_choices()
     out = function(module, x.detach(), gates.detach() * 0, number)
-    assert out.requires_grad, "where no token comes, the weights must get gradients of zeros: multiply empty rows too"
+    assert out.requires_grad, "without tokens, an expert's weights must get gradients of zeros: multiply empty rows too"
     gradients = torch.autograd.grad(out.sum(), list(module.parameters()), allow_unused=True)
     for name, gradient in zip(("gate_proj", "up_proj", "down_proj"), gradients, strict=True):
         assert gradient is not None and not gradient.any(), f"without tokens {name}'s gradient is zeros, not {gradient}"

@@ -48,13 +48,13 @@ class Work(TorchDispatchMode):
             self.read.append("indexing by a mask")
         if name in ("mm", "bmm", "addmm", "baddbmm"):
             self.multiplications += out.numel() * args[name.startswith(("add", "bad"))].shape[-1]
-        elif name == "_grouped_mm":  # rows [r, in] by [E, in, out], or [in, r] by [r, out]: r products of a row
+        elif name == "_grouped_mm":  # rows [r, in] by [E, in, out], or [in, r] by [r, out]: r matmuls of a row
             self.multiplications += args[0].numel() * args[1].shape[-1]
         return out
 
 
 class Additions(TorchDispatchMode):
-    """Notes the dtypes in which numbers are added up by index, inside."""
+    """Notes the dtypes of additions by index, inside."""
 
     def __init__(self):
         super().__init__()

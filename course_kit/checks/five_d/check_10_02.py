@@ -1,4 +1,4 @@
-"""Check of exercise 10.2: layouts that cannot be are refused, and the message names the numbers."""
+"""Check of exercise 10.2: impossible layouts are refused, and the message names the numbers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ RIGHT_PAIRS = (
 
 
 def message_of(call: Callable, *arguments) -> str | None:
-    """Return what a ValueError of the call says; None where it raises none."""
+    """Return the message of the call's ValueError; None if it raises none."""
     try:
         call(*arguments)
     except ValueError as error:
@@ -61,4 +61,4 @@ def check() -> None:
         assert all(word in message for word in spec), f"{text}: the message should have {spec}: {message}"
     for text in RIGHT_PAIRS:
         message = message_of(layouts.check_pairs, layouts.Layout.parse(text))
-        assert message is None, f"{text} goes together: {message}"
+        assert message is None, f"{text} is a valid layout: {message}"

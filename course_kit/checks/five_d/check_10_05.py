@@ -46,10 +46,10 @@ def report_of(text: str, moe: dict | None) -> RankResult:
 
 
 def check() -> None:
-    """Assert what three layouts make of the model."""
+    """Assert the report on the model in three layouts."""
     result = report_of("dp2,cp2,tp2,ulysses,contiguous", MOE)
     group = result.weights["blocks.1.mlp.router.weight"][1]
-    assert group == [0, 2, 4, 6], f"ep 1: the router's gradient is summed over dp and cp all the same, not over {group}"
+    assert group == [0, 2, 4, 6], f"ep 1: the router's gradient is summed over dp and cp even so, not over {group}"
     assert result.core == "ulysses_attention, contiguous", (
         f"the layout asks for ulysses and contiguous, and attention's core is {result.core}: that would mask the wrong "
         "keys"
@@ -57,7 +57,7 @@ def check() -> None:
     result = report_of("dp2,ep2,cp2,tp2,sp", MOE)
     weights = result.weights
     assert result.on_meta, "the model should stay on the meta device: nothing has values yet"
-    assert result.called == ["Transformer"], "extra verbs should be called once, on the model"
+    assert result.called == ["Transformer"], "extra transforms should be called once, on the model"
     shape, _ = weights["blocks.1.attention.q_proj.weight"]
     assert shape == (16, 32), f"q_proj has {shape}: tensor parallelism halves its 32 rows"
     shape, group = weights["blocks.1.mlp.experts.up_proj.weight"]
@@ -71,6 +71,6 @@ def check() -> None:
     assert result.core == "ring_attention, zigzag", (
         f"attention's core is {result.core}: context parallelism should have replaced it"
     )
-    assert result.hooks >= 1, "a model with a part of the sequence asks for positions: its verbs set a hook"
+    assert result.hooks >= 1, "a model with a part of the sequence needs positions: its transforms set a hook"
     result = report_of("dp8", None)
     assert result.core == "causal_attention" and result.hooks == 0, "dp alone changes nothing in the model"

@@ -45,7 +45,7 @@ def gradients_trial(text: str, moe: dict | None, config: ModelConfig) -> RankRes
         with count_traffic() as traffic:
             loss = parallel.gradients(*(each[:sequences] for each in local))
         assert not cast(Any, parallel.sharding).reducer.unfinished, (
-            "gradients are still on their way: finish() sends the rest"
+            "gradients are still in flight: finish() sends the rest"
         )
         large = [r.collective for r in traffic.records if r.group == replicas and r.bytes > 64]  # no counts of tokens
         sums.append(large.count("all_reduce") + large.count("reduce_scatter"))

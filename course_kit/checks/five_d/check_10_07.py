@@ -1,4 +1,4 @@
-"""Check of exercise 10.7: memory, states, dtypes and steps of what `parallelize` builds."""
+"""Check of exercise 10.7: memory, states, dtypes and steps of a model from `parallelize`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RankResult(NamedTuple):
     peak: int  # bytes, while a deep model is built; 0 of a shallow one
     local_bytes: int  # bytes of its parameters
     states: int  # elements of the optimizer's states
-    most: float  # as many of them as there may be
+    most: float  # the limit on them
     stage: int | None  # of ZeRO
     summed: int  # over how many ranks a weight's gradient is summed, at most
     narrow: Narrow
@@ -78,7 +78,7 @@ def parallelize_trial(text: str, moe: dict | None, config: ModelConfig, steps: i
     weights = [weight.numel() for weight in parallel.stages.parameters()]
     summed = max((placement_of(weight).reduce_group or mesh.replicas).size() for weight in parallel.stages.parameters())
     result = after_steps(parallel, steps)
-    inner = getattr(parallel.optimizer, "optimizer", parallel.optimizer)  # inside a ZeroOptimizer
+    inner = getattr(parallel.optimizer, "optimizer", parallel.optimizer)  # the inner one of a ZeroOptimizer
     states = sum(each.numel() for state in inner.state.values() for each in state.values() if each.dim())
     share = mesh.experts.size() if layout.zero_stage in (1, 2) else 1  # experts are on the fewest ranks
     most = 2 * sum(weights) / share + 16 * len(weights)  # Adam has two, and shards are padded
@@ -102,15 +102,13 @@ def check() -> None:
                 f"{at}: {report.peak:,} bytes at the peak, shards have {report.local_bytes:,}, the model {full:,}"
             )
             assert report.states <= report.most, (
-                f"{at}: {report.states:,} numbers in the optimizer's states; with the states shared out, "
+                f"{at}: {report.states:,} elements in the optimizer's states; with the states sharded, "
                 f"{report.most:,.0f} at most"
             )
             assert text != "dp2,pp2,mb2" or report.summed == 4, (
                 f"{at}: dp 2 x the two stages that have the embedding add up its gradient, not {report.summed} ranks"
             )
-            assert zero not in (1, 2) or report.stage == zero, (
-                f"{at}: gradients are shared out as in stage {report.stage}"
-            )
+            assert zero not in (1, 2) or report.stage == zero, f"{at}: gradients are sharded as in stage {report.stage}"
             used, dtypes, (name, lr), decays = report.narrow
             assert (name, lr, decays[0]) == ("SGD", 0.25, 0.5), (
                 f"{at}: for optimizer_cls=torch.optim.SGD, lr=0.25, weight_decay=0.5 it makes {name}, with lr "

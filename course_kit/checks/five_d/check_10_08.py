@@ -1,4 +1,4 @@
-"""Check of exercise 10.8: predicted local shapes against those that a rank notes."""
+"""Check of exercise 10.8: predicted local shapes against the recorded ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check of exercise 10.9: what ZeRO-3 sends over what a pipeline sends, against bytes counted on eight ranks."""
+"""Check of exercise 10.9: the ratio of ZeRO-3's traffic to a pipeline's, against bytes counted on eight ranks."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from course_lib.single_gpu.memory import param_count
 
 @functools.cache
 def counted_ratio() -> float:
-    """Return the bytes of ZeRO-3 over the bytes of a pipeline, for eight micro-batches on eight ranks, by the
-    reference.
-    """
+    """Return the ratio of ZeRO-3's bytes to a pipeline's, for eight micro-batches on eight ranks, by the reference."""
     with reference_models(), shared(8).within(40):
         sharded, piped = (
             sum(each[0] for each in shared(8)(sent_per_step, text, [m])) for text, m in (("dp8,zero3", 1), ("pp8", 8))

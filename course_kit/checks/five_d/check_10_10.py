@@ -16,11 +16,11 @@ def check_gather(saved: GatherOncePerStep) -> None:
     saved.gather()
     parts = [part for unit in saved.units for part in unit.flat_params]
     late = sum(part.buffer.work is None for part in parts)
-    assert late == 0, f"after gather() {late} of {len(parts)} parts are not on their way: start all, and wait for none"
+    assert late == 0, f"after gather() {late} of {len(parts)} parts are not in flight: start all, and wait for none"
     for part in [*parts, *saved.root.flat_params]:
         for full, positions in zip(part.unsharded_params, part.slots, strict=True):
             for path, module, name in positions:
-                assert module._parameters[name] is full, f"after gather() {path} is not whole in its module: register()"
+                assert module._parameters[name] is full, f"after gather() {path} is not full in its module: register()"
     for unit in saved.units:
         saved.pre_forward(unit)
     late = sum(part.buffer.work is not None for part in parts)
@@ -56,7 +56,7 @@ def check() -> None:
                 f"{text}, m = {m}, rank {rank}: {calls[0]} all-gathers, {calls[1]} reduce-scatters for {parts} parts; "
                 "each should be sent once per step, however many micro-batches there are"
             )
-            assert left == 0, f"{text}, rank {rank}: {left} bytes of whole weights are left after the step"
+            assert left == 0, f"{text}, rank {rank}: {left} bytes of full weights are left after the step"
             off = abs(losses[0] - wanted) / wanted
             assert off < 1e-5, f"{text}, rank {rank}: loss {losses[0]}, and of one process {wanted}"
             assert losses[1] < losses[0], (

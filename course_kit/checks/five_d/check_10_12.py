@@ -20,16 +20,16 @@ def check() -> None:
     fine = {rank: flights(1, 2) if rank < 2 else flights(1, 2, 3, group="2") for rank in range(4)}
     fine[2] = fine[2] + flights(1, 2, group="9")
     message = flight_records.find_desync(GROUPS, fine)
-    assert message == [], f"all are in step: {message}"
+    assert message == [], f"all are in sync: {message}"
     message = flight_records.find_desync(GROUPS, fine | {3: flights(1, group="2")})
-    assert len(message) == 1, f"only group [2, 3] is out of step: {message}"
+    assert len(message) == 1, f"only group [2, 3] is out of sync: {message}"
     assert all(spec in message[0] for spec in ("[2, 3]", "number 2", "[2] in", "not there: [3]")), (
         f"group [2, 3], number 2: [2] is in it, [3] is not there: {message}"
     )
     message = flight_records.find_desync(GROUPS, fine | {1: []})
     assert len(message) == 1 and "[1]" in message[0], f"rank 1 has come to nothing: {message}"
     both = flight_records.find_desync(GROUPS, fine | {1: [], 3: flights(1, group="2")})
-    assert len(both) == 2, f"two groups are out of step here, and each has a line: {both}"
+    assert len(both) == 2, f"two groups are out of sync here, and each has a line: {both}"
     other = fine | {1: flights(1) + flights(2, name="broadcast")}
     message = flight_records.find_desync(GROUPS, other)
     assert len(message) == 1 and "broadcast" in message[0] and "all_reduce" in message[0], (

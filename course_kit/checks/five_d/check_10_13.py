@@ -11,6 +11,6 @@ def check(verdict: dict[str, tuple[str, list[int]]]) -> None:
         fault, guilty = planted(number)
         assert verdict[job][0] in FAULTS, f"job {job}: {verdict[job][0]!r} is none of the three faults"
         assert verdict[job][0] == fault, (
-            f"job {job}: not {verdict[job][0]!r}; look at who waits nowhere, and at what came"
+            f"job {job}: not {verdict[job][0]!r}; look for a rank that waits nowhere, and at the message"
         )
         assert sorted(verdict[job][1]) == guilty, f"job {job}: the fault is right, the ranks are not: {verdict[job][1]}"

@@ -27,4 +27,4 @@ def check() -> None:
             f"rank {rank} made others wait {seconds} s, and straggler_delay says {result[rank]}"
         )
     waits = flight_records.straggler_delay(GROUPS, {0: [at(7, 0)], 1: [at(7, 50)], 2: [], 3: [at(7, 10)]})
-    assert set(waits.values()) == {0.0}, "a collective that rank 2 has not come to yet says nothing"
+    assert set(waits.values()) == {0.0}, "a collective that rank 2 has not reached yet does not count"

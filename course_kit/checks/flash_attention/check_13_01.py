@@ -23,7 +23,7 @@ def walk_row(scores: torch.Tensor, values: torch.Tensor, block: int) -> tuple[to
 
 
 def check() -> None:
-    """Assert highest, total and out after tiles of several sizes, and that p is rounded for its product alone."""
+    """Assert highest, total and out after tiles of several sizes, and that p is rounded for its matmul alone."""
     for offset in (1000.0, 0.0, -1000.0):
         scores = 3 * torch.randn(2, 5, 12, dtype=torch.float64) + offset
         values = torch.randn(2, 12, 4, dtype=torch.float64)
@@ -56,7 +56,7 @@ def check() -> None:
         f"values in bfloat16: highest, total and out are {', '.join(dtypes)}: expected float32"
     )
     unrounded, rounded = ((out - x).abs().mean() for x in (p @ values.float(), reference.rounded_matmul(p, values)))
-    assert rounded < unrounded, "values in bfloat16: p meets them unrounded. Use rounded_matmul, as a tensor core would"
+    assert rounded < unrounded, "values in bfloat16: p is unrounded in the matmul. Use rounded_matmul, as a GPU does"
     assert torch.allclose(total, p.sum(-1)), (
-        "values in bfloat16: total sums rounded exponentials. They are rounded for the product with the values only"
+        "values in bfloat16: total sums rounded exponentials. They are rounded for the matmul with the values only"
     )

@@ -1,4 +1,4 @@
-"""Check of exercise 13.2: `key_bounds` visits what is seen, and masks no tile that needs no mask."""
+"""Check of exercise 13.2: `key_bounds` visits all visible keys, and masks no tile that needs no mask."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check() -> None:
             last = int(rows.any(0).sum())
             assert end >= last, f"{where}: key {last - 1} is seen by one of them, and never visited"
             assert end <= last, f"{where}: from key {last} on none of these queries sees anything: skip that"
-            assert unmasked_end % block_k == 0, f"{where}: the first number ends whole tiles: a multiple of {block_k}"
+            assert unmasked_end % block_k == 0, f"{where}: the first number ends full tiles: a multiple of {block_k}"
             assert rows[:, :unmasked_end].all(), f"{where}: a tile that needs a mask is among those without"
             further = rows[:, unmasked_end : unmasked_end + block_k]
             all_seen = further.shape[1] == block_k and bool(further.all()) and unmasked_end + block_k <= first_row + 1

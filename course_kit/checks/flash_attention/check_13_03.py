@@ -1,4 +1,4 @@
-"""Check of exercise 13.3: `tiled_forward` is exact, takes one step a tile, and makes no tensor of more than a tile."""
+"""Check of exercise 13.3: `tiled_forward` is exact, takes a step per tile, and makes no tensor larger than a tile."""
 
 from __future__ import annotations
 

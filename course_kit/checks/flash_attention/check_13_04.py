@@ -24,7 +24,7 @@ def check() -> None:
         case = (
             f"{s_q} queries, {s_k} keys, {heads} heads for {kv_heads}, {'causal' if causal else 'not causal'}, {dtype}"
         )
-        rows = "Is delta the whole row's, and the result scaled?"
+        rows = "Is delta the full row's, and the result scaled?"
         hints = {
             "q": rows,
             "k": rows + " All heads that share a key head add to it.",
@@ -53,7 +53,7 @@ def check() -> None:
 
 
 def check_chunks() -> None:
-    """Assert that two chunks of keys, each with the out and lse of both, give the gradients of the whole."""
+    """Assert that two chunks of keys, each with the out and lse of both, give the gradients of all keys."""
     q, k, v, gradient = (torch.randn(1, 12, 1, 8) for _ in range(4))
     out, lse = exact_attention(q, k, v, False, 0.7)
     parts = [
@@ -83,7 +83,7 @@ def bfloat16_rows(*rows: list[float]) -> torch.Tensor:
 
 
 def check_rounding() -> None:
-    """Assert in bfloat16 that delta is summed unrounded, and that p and ds are rounded before their products."""
+    """Assert in bfloat16 that delta is summed unrounded, and that p and ds are rounded before their matmuls."""
     # One key, so p = 1, out = v and ds = dp - delta = 0. 257 and 3 * 129 need more bits than bfloat16 has.
     q, k, v = bfloat16_rows([1, 0], [1, 0]), bfloat16_rows([0, 1]), bfloat16_rows([129, 128])
     gradient = bfloat16_rows([1, 1], [3, 1])
@@ -99,5 +99,5 @@ def check_rounding() -> None:
     for name, x, mine, wanted in zip("qkv", ("ds", "ds", "p"), result, ([0, 1.5], [1.5, 0], [1.5, 0.5]), strict=True):
         assert mine.flatten().tolist() == wanted, (
             f"bfloat16: the gradient of {name} is {mine.flatten().tolist()} where {wanted} is right: {x} is rounded "
-            "to bfloat16 before its product. Use rounded_matmul for each"
+            "to bfloat16 before its matmul. Use rounded_matmul for each"
         )

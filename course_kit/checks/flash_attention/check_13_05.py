@@ -16,7 +16,7 @@ from course_lib.flash_attention import forward
 
 
 def write_indices(result, cu_seqlens, s_q, s_k):
-    """Write what sequence_at says to row `program` of found [sequences, 4]."""
+    """Write the result of sequence_at to row `program` of found [sequences, 4]."""
     number = tl.program_id(0)
     batch, start, queries, keys = sequence_at(number, cu_seqlens, s_q, s_k)  # noqa: F821 (indices_kernel binds it)
     tl.store(result + 4 * number, batch)

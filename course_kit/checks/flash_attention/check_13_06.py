@@ -44,7 +44,7 @@ def check() -> None:
         wanted, wanted_lse = exact_attention(q, k, v, causal, 0.4)
         shrunk = "Does all that was summed shrink where the maximum rises? Which keys are masked? No division here."
         assert_close(out, wanted, f"{case}: out [b, s, a, d]", hint=shrunk)
-        assert_close(lse.mT, wanted_lse, f"{case}: lse [b, s, a]", hint="Is highest of the unscaled scores?")
+        assert_close(lse.mT, wanted_lse, f"{case}: lse [b, s, a]", hint="Is highest from the unscaled scores?")
         blocks = forward.FORWARD_CONFIGURATIONS[0].kwargs
         counts["create_select"] -= heads * triton.cdiv(s_q, blocks["BLOCK_Q"])  # the kernel's own, one in each program
         assert_counts(counts, case, 2, heads, s_q, s_k, blocks, causal, dtype)
@@ -53,7 +53,7 @@ def check() -> None:
     assert_far_rows(("k", "v"), find_far)
     report = assert_compiles(launches).report  # of the last case, in float16
     assert "C7515" not in report, (
-        "NVIDIA's assembler has serialised the products (warning C7515): is there a second loop after the first?"
+        "NVIDIA's assembler has serialized the matmuls (warning C7515): is there a second loop after the first?"
     )
 
 

@@ -1,4 +1,4 @@
-"""Check of exercise 13.7: `gather_query_gradients` is exact, masks where it must, and compiles for a GPU."""
+"""Check of exercise 13.7: `gather_query_gradients` is exact, masks where necessary, and compiles for a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check of exercise 13.8: `gather_key_gradients` is exact, masks where it must, and compiles for a GPU."""
+"""Check of exercise 13.8: `gather_key_gradients` is exact, masks where necessary, and compiles for a GPU."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check() -> None:
         case = f"{s_q} queries, {s_k} keys, head {d}, {'causal' if causal else 'not causal'}, {dtype}"
         with count_operations() as counts, record_launches() as launches:
             result = run_guarded(kernel, run_key_gradients, gradient, q, k, v, lse, delta, causal, 0.4)
-        asked = "Do the given sums go on? Is p right: the mask, the first tile, lse in base 2?"
+        asked = "Are the given sums continued? Is p right: the mask, the first tile, lse in base 2?"
         hints = {"k": asked + " Is delta taken off, the scale left to the kernel?", "v": asked}
         wanted = exact_gradients(gradient, q, k, v, causal, 0.4)[1:]
         for name, mine, exact in zip("kv", result, wanted, strict=True):

@@ -33,7 +33,7 @@ def check() -> None:
             out, lse = operator.flash_block_forward(q, k, v, False)
             result = operator.flash_block_backward(gradient, q, k, v, exact.float(), exact_lse.float(), False)
         assert lse.shape == (1, s_q, 4), f"{case}: lse is {list(lse.shape)}: expected [b, s, a], {[1, s_q, 4]}"
-        longest = "`longest` is the most queries or keys, and the scale is check_for_kernel's."
+        longest = "`longest` is the most queries or keys, and the scale check_for_kernel's."
         assert_close(out, exact, f"{case}: out", hint=longest)
         assert_close(lse, exact_lse, f"{case}: lse", hint=longest)
         for name, mine, gradients in zip("qkv", result, wanted, strict=True):
@@ -58,7 +58,7 @@ def check_refusal(on: torch.device) -> None:
                 call()
             except ValueError:
                 refused = True
-            except Exception:  # whatever the kernels make of it: told below
+            except Exception:  # the kernels' own errors: see the assertion below
                 pass
         assert refused and not launches, (
             f"{name} of float64 inputs, which the kernels do not take: expected the ValueError of check_for_kernel"

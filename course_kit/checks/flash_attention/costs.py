@@ -1,4 +1,4 @@
-"""Properties of a kernel of notebook 13 besides its numbers: products and masks for each tile, code for a GPU."""
+"""Properties of a kernel of notebook 13 besides its results: matmuls and masks for each tile, code for a GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def count_tiles(s_q: int, s_k: int, block_q: int, block_k: int, causal: bool) ->
 
 @contextlib.contextmanager
 def count_operations() -> Iterator[dict[str, int]]:
-    """Count how often the interpreter executes products, masks (tl.where) and exponentials in the `with` block."""
+    """Count how often the interpreter executes matmuls, masks (tl.where) and exponentials in the `with` block."""
     counts = dict.fromkeys(("create_dot", "create_select", "create_exp2", "create_exp"), 0)
 
     def counted(name, operation):
@@ -45,12 +45,12 @@ def assert_counts(
     counts: dict[str, int], case: str, matmuls: int, heads: int, s_q: int, s_k: int, blocks: dict[str, int],
     causal: bool, dtype: torch.dtype,
 ) -> None:  # fmt: skip
-    """Assert so many products for each tile, masks in partial tiles alone, and no exp; where the interpreter counts."""
+    """Assert `matmuls` matmuls per tile, masks in partial tiles alone, and no exp; only in the interpreter."""
     if not triton.knobs.runtime.interpret or dtype == torch.bfloat16:  # rounding to bfloat16 selects, too
         return
     visited, partial = (heads * n for n in count_tiles(s_q, s_k, blocks["BLOCK_Q"], blocks["BLOCK_K"], causal))
     assert counts["create_dot"] <= matmuls * visited, (
-        f"{case}: {counts['create_dot']} products for {visited} tiles: {matmuls} each, and none for skipped tiles"
+        f"{case}: {counts['create_dot']} matmuls for {visited} tiles: {matmuls} each, and none for skipped tiles"
     )
     assert counts["create_select"] <= partial, (
         f"{case}: {counts['create_select']} masks for {partial} partial tiles: full ones need none"
@@ -59,7 +59,7 @@ def assert_counts(
 
 
 def assert_compiles(launches: list[Launch]) -> Compiled:
-    """Return the last of these launches, compiled for an H100. Raises AssertionError where the compiler refuses."""
+    """Return the last of these launches, compiled for an H100. Raises AssertionError if the compiler refuses."""
     try:
         return compile_launches(launches[-1:])[0]
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Rows so far apart that their offsets need 64 bits, in memory that is asked for and not taken."""
+"""Rows so far apart that their offsets need 64 bits, in memory that is reserved and not touched."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def far_apart(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 def assert_far_rows(far: tuple[str, ...], run: Callable[..., dict[str, torch.Tensor]]) -> None:
-    """Assert that run(gradient, q, k, v) finds its rows where the rows of the tensors named in `far` are far apart.
+    """Assert that run(gradient, q, k, v) finds its rows if the rows of the tensors named in `far` are far apart.
 
     run: returns what it computes by name (out, dq, dk, dv), causal, with a scale of 0.25. Only in the interpreter: a
     GPU cannot map memory without allocating it.
@@ -47,5 +47,5 @@ def assert_far_rows(far: tuple[str, ...], run: Callable[..., dict[str, torch.Ten
     with silent_infinities():
         result = run(*(inputs | moved).values())
     for name, mine in result.items():
-        hint = "The offset of a row may need 64 bits: cast to tl.int64 before the product, or move the pointers"
+        hint = "The offset of a row may need 64 bits: cast to tl.int64 before the multiplication, or move the pointers"
         assert_close(mine, wanted[name], f"rows of {' and '.join(far)} 2^24 elements apart: {name}", 8, hint)

@@ -33,13 +33,13 @@ def assert_quantized(q: Quantized, x: torch.Tensor, dtype: torch.dtype, block: t
     range.
     """
     name, fmt = f"{dtype}, blocks of {block}", FORMATS[dtype]
-    assert q.values.dtype == dtype and q.values.nbytes == x.numel(), f"{name}: one byte a number"
+    assert q.values.dtype == dtype and q.values.nbytes == x.numel(), f"{name}: one byte per element"
     assert tuple(q.scale.shape) == blocks_of(x.shape, block)[:2] and q.scale.dtype == torch.float32, (
         f"{name}: one float32 scale per block"
     )
     scale = out_of_blocks(in_blocks(torch.ones_like(x), block) * q.scale[:, None, :, None], x.shape)
     off = (dequantize(q) - x).abs()
-    assert (off <= 0.5001 * ulp(x / scale, fmt) * scale).all(), f"{name}: some numbers are off by more than half a unit"
+    assert (off <= 0.5001 * ulp(x / scale, fmt) * scale).all(), f"{name}: some elements are off by over half a unit"
     top = block_amax(q.values.float(), block)
     assert (top >= LARGEST[dtype] * (0.49 if to_power else 0.99)).all(), (
         f"{name}: the largest number of a block is {top.min():g}, of {LARGEST[dtype]:g}: the range is not used"
@@ -62,7 +62,7 @@ def check() -> None:
         )
         clipped = dequantize(quantize(torch.tensor([[1e9, -1e9, 1.0]]), dtype, scale=torch.ones(1, 1)))
         assert clipped.tolist() == [[largest, -largest, 1]], (
-            f"{dtype}: past a given scale's range lies the largest number"
+            f"{dtype}: beyond a given scale's range, use the largest number"
         )
         beyond = dequantize(quantize(torch.tensor([[1e30]]), dtype, scale=torch.full((1, 1), 1e-30)))
         assert beyond == largest * 1e-30, (

@@ -23,7 +23,7 @@ CASES = ((70, 40, 300, SQUARE), (64, 130, 128, TILE), (5, 7, 515, SQUARE))  # m,
 
 @contextlib.contextmanager
 def bytes_within(*tensors: torch.Tensor) -> Iterator[None]:
-    """Raise AssertionError if an interpreted kernel loads 8-bit numbers from outside of these tensors."""
+    """Raise AssertionError if an interpreted kernel loads 8-bit elements from outside of these tensors."""
     load, strays = InterpreterBuilder.create_masked_load, []
 
     def watching(self, pointers, mask, *rest, **options):
@@ -35,7 +35,7 @@ def bytes_within(*tensors: torch.Tensor) -> Iterator[None]:
 
     with mock.patch.object(InterpreterBuilder, "create_masked_load", watching):
         yield
-    assert not any(strays), f"{sum(strays)} lanes load 8-bit numbers outside of a and b: mask rows, columns and k"
+    assert not any(strays), f"{sum(strays)} lanes load 8-bit elements outside of a and b: mask rows, columns and k"
 
 
 def run_block(
@@ -53,7 +53,7 @@ def run_block(
 
 
 def check() -> None:
-    """Assert results against float64 in ragged sizes, between guard bands; then what an H100 gets."""
+    """Assert results against float64 in ragged sizes, between guard bands; then the code for an H100."""
     kernel = kernels.block_matmul_kernel.fn
     for m, n, k, block_b in CASES:
         torch.manual_seed(m)
@@ -66,7 +66,7 @@ def check() -> None:
             "of its own, and its sum starts at 0; the last block may be short; the total is float32"
         )
     names = kernel.fn.__code__.co_names
-    assert "dot_fp8" in names and "dot" not in names, "the product is dot_fp8, of the 8 bits as they were loaded"
+    assert "dot_fp8" in names and "dot" not in names, "the matmul is dot_fp8, of the 8 bits as they were loaded"
     large = quantize(torch.randn(256, 256), block=TILE), quantize(torch.randn(256, 256), block=SQUARE)
     arguments, constants = block_launch(*large, torch.empty(256, 256, dtype=torch.bfloat16), 128, 128)
     compiled = compile_kernel(kernel, *arguments, **constants, num_warps=8, num_stages=3)

@@ -17,7 +17,7 @@ WANTED = [4, 4, 8, 8, 8, 2]  # the amax behind its scale, with a history of 3
 
 
 def check() -> None:
-    """Assert scales, what is recorded, a jump, the state, no reads on the host, and common scales."""
+    """Assert scales, records, a jump, the state, no reads on the host, and common scales."""
     quantizer, scales = DelayedQuantizer(Cast(history=3)), []
     for size in SIZES:
         x = torch.full((2, 2), size)

@@ -30,7 +30,7 @@ FPROP, DGRAD, WGRAD = ((TOKENS, IN), (OUT, IN)), ((TOKENS, OUT), (IN, OUT)), ((O
 
 @contextlib.contextmanager
 def watched_matmuls() -> Iterator[list]:
-    """Yield what happens inside, in order: the operands (a, b) of each fp8_matmul; "all-reduce", as if one more rank
+    """Yield the events inside, in order: the operands (a, b) of each fp8_matmul; "all-reduce", as if one more rank
     had the same; "wait".
     """
     seen, finished = [], linear.fp8_matmul
@@ -52,7 +52,7 @@ def watched_matmuls() -> Iterator[list]:
 
 
 def in_eight_bits(m: torch.Tensor, cast: Cast) -> torch.Tensor:
-    """Return what the 8 bits of a matrix stand for."""
+    """Return the values of a matrix in 8 bits."""
     blocks = in_blocks(m, cast.block)
     scale = blocks.abs().amax((1, 3), keepdim=True) / LARGEST[cast.dtype]
     return out_of_blocks((blocks / scale).to(cast.dtype).float() * scale, m.shape)
@@ -73,7 +73,7 @@ def exact_gradients(
 
 
 def check() -> None:
-    """Assert the products and gradients of three weights that share x, what is asked for, and what is kept."""
+    """Assert the matmuls and gradients of three weights that share x, only those needed, and the saved tensors."""
     torch.manual_seed(3)
     x = torch.randn(2, 64, IN, requires_grad=True)
     weights = [torch.randn(OUT, IN, requires_grad=True) for _ in range(3)]
@@ -86,7 +86,7 @@ def check() -> None:
         layer.weight.requires_grad_(asked is layer.weight)
         with watched_matmuls() as seen:
             torch.autograd.grad(layer(given), asked, dys[0])
-        assert len(seen) == 2, f"{len(seen)} products, where {'the weight' if asked is x else 'x'} needs no gradient: 2"
+        assert len(seen) == 2, f"{len(seen)} matmuls, where {'the weight' if asked is x else 'x'} needs no gradient: 2"
     check_saved(layer, x)
 
 
@@ -108,10 +108,10 @@ def check_matmuls(x: torch.Tensor, weights: list, dys: tuple, casts: Casts) -> N
     last = [pair for pair, shape in zip(operands, shapes, strict=True) if shape == WGRAD]
     blocks = {(a.block, b.block) for a, b in last}
     assert blocks == {(casts.gradient.block, casts.input.block)}, f"Wgrad: blocks lie along tokens, not {blocks}"
-    assert len({id(b.values) for _, b in last}) == 1, "x is turned once for all weights that share it"
-    order = [each if isinstance(each, str) else "product" for each in seen[6:]]
-    assert order == ["all-reduce", "product", "product", "product", "wait"], (
-        f"with a group, dx is summed over it beside Wgrad's products; after Dgrad come {order}"
+    assert len({id(b.values) for _, b in last}) == 1, "x is transposed once for all weights that share it"
+    order = [each if isinstance(each, str) else "matmul" for each in seen[6:]]
+    assert order == ["all-reduce", "matmul", "matmul", "matmul", "wait"], (
+        f"with a group, dx is summed over it beside Wgrad's matmuls; after Dgrad come {order}"
     )
     exact = exact_gradients(rows, [weight.detach() for weight in weights], dy_rows, casts)
     off = [relative_error(dw, each) for dw, each in zip(result[1:], exact[1:], strict=True)]
@@ -132,7 +132,7 @@ def check_forward_scales(x: torch.Tensor, weights: list, dys: tuple) -> None:
         "backward asks the ranks for the weights' scales again: forward has saved them"
     )
     assert len(seen) - in_forward == 4, (
-        f"3 products for dx and one for the one weight that needs a gradient, not {len(seen) - in_forward}"
+        f"3 matmuls for dx and one for the one weight that needs a gradient, not {len(seen) - in_forward}"
     )
     assert not torch.equal(dw, dw.bfloat16().float()), "a float32 weight's gradient is rounded to x's dtype, bfloat16"
 

@@ -1,4 +1,4 @@
-"""Tests of a kernel besides its numbers: it ran, it stayed within its tensors, and it did the work itself."""
+"""Tests of a kernel besides its results: it ran, it stayed within its tensors, and it did the work itself."""
 
 import contextlib
 import warnings
@@ -19,9 +19,8 @@ from course_kit.labs.kernels import device
 def stray_loads() -> Iterator[list[int]]:
     """Yield, for each load in the `with` block, how many lanes read a band, or memory that was never written.
 
-    Counted in the interpreter; elsewhere a stray load shows only where it reaches a result. The bits of the bands' NaNs
-    are the codes of the integers -100 to -1. In a type of one byte any number may have them: those loads are not
-    counted.
+    Counted in the interpreter; elsewhere a stray load shows only if it reaches a result. The bits of the bands' NaNs
+    equal the integers -100 to -1. In a type of one byte any number may have them: those loads are not counted.
     """
     load, strays = InterpreterBuilder.create_masked_load, []
 
@@ -61,7 +60,7 @@ def run_guarded(kernel, run, *inputs):
             raise
     guards.check()
     assert not any(strays), (
-        f"{sum(strays)} lanes loaded what lies outside of the tensors. Give each tl.load a mask, or load_rows its "
+        f"{sum(strays)} lanes loaded memory outside of the tensors. Give each tl.load a mask, or load_rows its "
         "count, and rows their stride"
     )
     assert any(launch.kernel is kernel for launch in launches), (

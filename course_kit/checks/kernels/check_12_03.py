@@ -1,4 +1,4 @@
-"""Check of exercise 12.3: `branch_by_warp` divides no warp, and works out the same elements in the same block."""
+"""Check of exercise 12.3: `branch_by_warp` divides no warp, and computes the same elements in the same block."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def check() -> None:
 
 
 def check_elements() -> None:
-    """Assert that a block works out the elements of its own number: by what block 1 alone stores."""
+    """Assert that a block computes the elements of its index, by the stores of block 1 alone."""
     x, out = torch.randn(384), torch.full((384,), float("nan"))
     thread_kernels.branch_by_warp(Block((1, 0), (128, 1), BlockTraffic()), x, out)
     done = (~out.isnan()).nonzero().flatten().tolist()
     assert done == list(range(128, 256)), (
-        f"block 1 of 128 threads works out elements 128 to 255, as before; yours {min(done)} to {max(done)}"
+        f"block 1 of 128 threads computes elements 128 to 255, as before; yours {min(done)} to {max(done)}"
     )

@@ -13,7 +13,7 @@ BLOCK = 128
 
 
 def run_elu(x: torch.Tensor, alpha: float, programs: int) -> torch.Tensor:
-    """Return ELU of x by `programs` programs, uninitialized where none of them stores."""
+    """Return ELU of x by `programs` programs, uninitialized where no program stores."""
     out = torch.empty_like(x)
     elu.elu_kernel[(programs,)](x, out, alpha, x.numel(), BLOCK=BLOCK)
     return out

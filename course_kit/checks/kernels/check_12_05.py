@@ -1,4 +1,4 @@
-"""Check of exercise 12.5: `coalesced` loads fewer sectors, and `tiled` loads each number once for each block."""
+"""Check of exercise 12.5: `coalesced` loads fewer sectors, and `tiled` loads each element once per block."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def counted(kernel: Callable, n: int, threads: tuple[int, ...]) -> BlockTraffic:
 
 
 def check() -> None:
-    """Assert the products and the traffic of both kernels, of a size that TILE divides and of one it does not."""
+    """Assert the results and the traffic of both kernels, for a size that TILE divides and one that it does not."""
     for n in (64, 50):
         slow = counted(thread_kernels.naive, n, (TILE, TILE))
         fast = counted(thread_kernels.coalesced, n, (TILE * TILE,))
@@ -37,7 +37,7 @@ def check() -> None:
         )
         assert fast.sectors("load") < slow.sectors("load") / 5, (
             f"coalesced: {fast.sectors('load'):,} sectors loaded, naive has "
-            f"{slow.sectors('load'):,}; do neighbours have neighbouring columns?"
+            f"{slow.sectors('load'):,}; do neighbors have neighboring columns?"
         )
         check_tiled(n)
 
@@ -49,9 +49,9 @@ def check_tiled(n: int) -> None:
     once = 2 * n * n * tiles  # each element of a and of b, once for each block that needs it
     loaded = sum(count.bytes for count in shared.kinds("load")) // 4
     assert loaded <= once, (
-        f"tiled: {loaded:,} numbers loaded from global memory, {once:,} are enough: is each tile used 32 times?"
+        f"tiled: {loaded:,} elements loaded from global memory, {once:,} are enough: is each tile used 32 times?"
     )
-    assert loaded == once, f"tiled: the blocks need {once:,} numbers of a and b, yours loads {loaded:,}"
+    assert loaded == once, f"tiled: the blocks need {once:,} elements of a and b, yours loads {loaded:,}"
     assert shared.shared_requests >= once, (  # 2 n reads by each of the n / TILE warps that share a row of c
         f"tiled: {shared.shared_requests:,} requests to shared memory, the multiply-adds alone take {once:,}: "
         "they read both factors from tile_a and tile_b"

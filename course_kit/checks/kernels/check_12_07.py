@@ -32,5 +32,5 @@ def check() -> None:
         around = torch.tensor([0.0, 300.0, -300.0, 0.0, 300.0])[:rows, None]  # exp(300) is infinite, exp(-300) is 0
         x = (2 * torch.randn(rows, columns + 7) + around).to(dtype)[:, :columns]  # rows are not contiguous
         result = run_guarded(fused_softmax.softmax_forward_kernel, run_softmax, x, tile)
-        case = f"softmax of {rows} x {columns}, {tile} rows a program, {dtype}, rows around 0, 300, -300"
+        case = f"softmax of {rows} x {columns}, {tile} rows per program, {dtype}, rows around 0, 300, -300"
         assert_near(result, x.double().softmax(-1), case, factor=16)

@@ -55,8 +55,8 @@ def check() -> None:
             case = f"{rows} rows of {hidden}, {dtype}, {programs} programs, {'with' if with_sum else 'without'} dsum"
             assert_near(dx, wanted_dx, f"{case}: dx", factor=16, least=1)
             nan = int(parts.isnan().sum())
-            assert not nan, f"{case}: {nan} elements of parts are NaN: each program stores its whole row of parts"
+            assert not nan, f"{case}: {nan} elements of parts are NaN: each program stores its full row of parts"
             error = ((parts.double().sum(0) - wanted_dw).abs().max() / wanted_dw.abs().max()).item()
             assert error < 1e-5, f"{case}: the rows of parts add up to dw; yours miss it by {error:.2g} of its largest"
             used, most = int((parts.abs().sum(1) > 0).sum()), min(programs, -(-rows // 2))
-            assert used == most, f"{case}: {used} had rows to work on, not {most}: the rows go round all of them"
+            assert used == most, f"{case}: {used} had rows to work on, not {most}: deal the rows out to all of them"

@@ -20,7 +20,7 @@ def check_against_torch(fmt: FloatFormat) -> None:
     for given in (codes, stored):
         result = formats.decode(given, fmt)
         assert torch.is_tensor(result) and result.dtype == torch.float64, (
-            "numbers come as float64, which holds the numbers of all formats"
+            "return float64, which holds the numbers of all formats"
         )
         same = (result == expected) & (result.signbit() == expected.signbit()) | result.isnan() & expected.isnan()
         wrong = codes[~same]
@@ -40,5 +40,5 @@ def check() -> None:
         result = formats.decode(torch.arange(2**fmt.bits), fmt).tolist()
         assert result == upwards + [-x for x in upwards], f"{fmt.name}, without infinity and NaN, is wrong: {result}"
     result = formats.decode(torch.tensor([1, 2**18 - 2**10 - 1]), TF32).tolist()
-    assert result == [2.0**-136, TF32.largest], f"TF32's smallest and largest number come as {result}"
+    assert result == [2.0**-136, TF32.largest], f"TF32's smallest and largest number are {result}"
     assert refused(formats.decode, torch.ones(2), E4M3), "codes are integers: 1.0 is none, raise ValueError"

@@ -11,7 +11,7 @@ from course_lib.mixed_precision.masters import MasterWeights
 
 
 def check_steps(layer: nn.Linear, wrapped: MasterWeights) -> nn.Linear:
-    """Assert 30 small steps against float32's; return the layer that has taken those."""
+    """Assert 30 small steps against float32's; return the layer that took them."""
     plain = nn.Linear(8, 8, bias=False)
     plain.weight.data.copy_(layer.weight)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-4)
@@ -41,7 +41,7 @@ def check() -> None:
     for _ in range(1000):  # micro-batches: in BF16 a sum of 0.001 stops at 0.25
         layer.weight.grad = torch.full((8, 8), 0.001).bfloat16()
         wrapped.accumulate_into_master()
-        assert layer.weight.grad is None, "the 16-bit gradients stay: 2 bytes a parameter too many, and counted twice"
+        assert layer.weight.grad is None, "the 16-bit gradients stay: 2 bytes per parameter too many, and counted twice"
     total = 1000 * torch.tensor(0.001).bfloat16().float()
     result = wrapped.master_parameters[0].grad
     assert result is not None, "after accumulate_into_master() the masters have no gradient"
@@ -56,6 +56,6 @@ def check() -> None:
     )
     norm.grad, other.grad = torch.ones(8), torch.ones(8).bfloat16()
     both.step()
-    assert not other.any(), "of several weights, one of 16 bits has not its master's value: round all of self.weights"
+    assert not other.any(), "of several weights, one of 16 bits lacks its master's value: round all of self.weights"
     assert not norm.any(), "a float32 parameter, its own master, is not updated"
     assert torch.equal(layer.weight, plain.weight.bfloat16()), "a weight without a gradient has changed"

@@ -32,7 +32,7 @@ def check_against_torch() -> None:
             ours.unscale(pairs[0])
         if math.isfinite(value):
             grads = [grad_of(pair[0])[0].item() for pair in pairs]
-            assert grads[0] == grads[1], f"step {number}: a gradient of {grads[1]} comes as {grads[0]}: 1/S, in float32"
+            assert grads[0] == grads[1], f"step {number}: a gradient of {grads[1]} becomes {grads[0]}: 1/S, in float32"
         with NoHostReads():
             ours.step(optimizers[0])
             ours.update()
@@ -41,14 +41,14 @@ def check_against_torch() -> None:
         mine, wanted = cast(torch.Tensor, ours.factor).item(), theirs.get_scale()
         assert mine == wanted, f"after step {number}, with a gradient of {value}, S is {mine:g}, not {wanted:g}"
         assert torch.equal(torch.cat([*pairs[0]]), torch.cat([*pairs[1]])), (
-            f"step {number}, with a gradient of {value}, changes the weights otherwise than torch.amp's"
+            f"step {number}, with a gradient of {value}, changes the weights differently from torch.amp's"
         )
     counts = [int(optimizer.state[pair[0]]["step"]) for optimizer, pair in zip(optimizers, pairs, strict=True)]
     assert counts == [12, 12], "a skipped step must not count in Adam's correction of the bias"
 
 
 def check_settings() -> None:
-    """Assert other settings than the usual ones, parameters that can be walked once, and a scale that stays finite."""
+    """Assert other settings than the usual ones, parameters from a generator, and a scale that stays finite."""
     layer, script = nn.Linear(2, 3), (0, 0, 1, 0, 0)
     scaler = LossScaler(2.0**10, growth=3.0, backoff=0.25, interval=2)
     for weight in layer.parameters():
@@ -60,7 +60,7 @@ def check_settings() -> None:
         raise AssertionError(f"a parameter without a gradient is left out ({error})") from None
     assert (grad_of(layer.weight) == 1).all() and (grad_of(layer.bias) == 1).all(), (
         f"given a generator, as model.parameters() is, a gradient of S becomes {grad_of(layer.bias)[0]:g} and not 1: "
-        "it is empty when you walk it a second time"
+        "it is empty when you iterate a second time"
     )
     factors = []
     for bad in script:

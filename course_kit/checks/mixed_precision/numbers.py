@@ -14,7 +14,7 @@ POWERS = torch.tensor([math.ldexp(1.0, exponent) for exponent in range(LOWEST, 1
 
 
 def numbers(codes: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
-    """Return the numbers that some codes (int64) stand for, float64."""
+    """Return the numbers, float64, that some codes (int64) represent."""
     steps = 2**fmt.mantissa_bits
     mantissa = (codes % steps).double() / steps
     exponent = codes // steps % 2**fmt.exponent_bits

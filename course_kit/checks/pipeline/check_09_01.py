@@ -6,7 +6,7 @@ from course_lib.pipeline import stages
 
 
 def check() -> None:
-    """Assert the cut of every small number of layers and of 126 layers, and the error."""
+    """Assert the cuts of every small number of layers and of 126 layers, and the error."""
     sizes = [len(part) for part in stages.split_layers(126, 16)]
     assert sizes == [7] + [8] * 14 + [7], (
         f"126 layers in 16 stages should be 7, 8, …, 8, 7, since embedding and head count as a layer each: {sizes}"
@@ -38,5 +38,5 @@ def check_cut(layers: int, count: int) -> None:
     uneven = f"{layers} layers, {count} stages: with embedding and head they have {sizes}"
     assert max(sizes) - min(sizes) <= 1, uneven
     left = (layers + 2) % count
-    assert count == 1 or sizes[0] == min(sizes), f"{uneven}; the first takes nothing that is left over"
-    assert left > count - 2 or sizes[-1] == min(sizes), f"{uneven}; what is left over goes to the middle"
+    assert count == 1 or sizes[0] == min(sizes), f"{uneven}; the first takes none of the remainder"
+    assert left > count - 2 or sizes[-1] == min(sizes), f"{uneven}; the remainder goes to the middle"

@@ -25,7 +25,7 @@ class Marker:
 
 
 def marked(out: torch.Tensor, marks: list) -> torch.Tensor:
-    """`out`, with a Marker at its graph; a weak reference to that goes to `marks`."""
+    """`out`, with a Marker at its graph; a weak reference to it is added to `marks`."""
     marker = Marker()
     if out.requires_grad:
         out.register_hook(marker)
@@ -74,7 +74,7 @@ def check_for_split_passes() -> None:
 
 
 def check_three_stages() -> None:
-    """Assert what three passes hand on, forward and backward, against one process."""
+    """Assert what three passes pass on, forward and backward, against one process."""
     model, (tokens, targets) = Transformer(TINY), batch_of()
     expected_loss, expected = one_process()
     first, middle, last = stages.split_stages(model, 3)
@@ -107,6 +107,6 @@ def check_three_stages() -> None:
     )
     assert a.backward(gradient) is None, "tokens have no gradient"
     for name, parameter in model.named_parameters():
-        assert relative_error(parameter.grad, expected[name]) < 1e-5, f"gradient of {name} differs from one process's"
+        assert relative_error(parameter.grad, expected[name]) < 1e-5, f"gradient of {name} is not one process's"
     assert len(calls) == 1, f"a layer of the second stage ran {len(calls)} times: backward needs no second forward"
     assert all(mark() is None for mark in marks), "after backward a pass still has its graph: forget the edge"

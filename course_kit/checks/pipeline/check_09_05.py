@@ -1,4 +1,4 @@
-"""Check of exercise 09.5: `Progress.missing` names what an action still needs."""
+"""Check of exercise 09.5: `Progress.missing` names the action that an action still needs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ASKED = (
 
 
 def check() -> None:
-    """Assert what is missing at the start, and as actions of three stages are done."""
+    """Assert the missing action at the start, and as actions of three stages are done."""
     progress = actions.Progress(schedules.afab(3, 4))
     for action, wanted, why in ASKED:
         result = progress.missing(Action(*action))
@@ -23,7 +23,7 @@ def check() -> None:
     for done in (("F", 0, 0), ("F", 1, 0), ("F", 2, 0)):
         progress.mark(Action(*done))
     assert progress.missing(Action("F", 1, 0)) is None, "the stage before is done"
-    assert progress.missing(Action("F", 1, 1)) == (True, 0, 1), "another micro-batch is none of its business"
+    assert progress.missing(Action("F", 1, 1)) == (True, 0, 1), "another micro-batch does not matter"
     assert progress.missing(Action("B", 2, 0)) is None, "the last stage's backward needs its own forward alone"
     assert progress.missing(Action("I", 1, 0)) == (False, 2, 0), "I needs the backward of the stage after, as B does"
     progress.mark(Action("I", 2, 0))
@@ -31,4 +31,4 @@ def check() -> None:
         "after I of stage 2"
     )
     progress.mark(Action("W", 1, 0))
-    assert progress.missing(Action("B", 0, 0)) == (False, 1, 0), "a W lets nobody go on"
+    assert progress.missing(Action("B", 0, 0)) == (False, 1, 0), "a W unblocks no action"

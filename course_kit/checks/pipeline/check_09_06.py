@@ -1,4 +1,4 @@
-"""Check of exercise 09.6: `validate` refuses wrong schedules, and counts what ranks hold."""
+"""Check of exercise 09.6: `validate` refuses wrong schedules, and counts the passes that ranks hold."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ WRONG = {
     "I without W": ([taken(("F", 0, 0), ("I", 0, 0))], 1),
     "W before I": ([taken(("F", 0, 0), ("W", 0, 0), ("I", 0, 0))], 1),
     "backward on another rank": ([taken(("F", 0, 0), ("F", 1, 0)), taken(("B", 1, 0), ("B", 0, 0))], 1),
-    "a stage that nobody has": ([GOOD[0], [each._replace(stage=2) for each in GOOD[1]]], 4),
+    "a stage that no rank has": ([GOOD[0], [each._replace(stage=2) for each in GOOD[1]]], 4),
     "a deadlock": ([GOOD[0], sorted(GOOD[1], key=lambda each: each.kind)], 4),
 }
 
 
 def refused(schedule: list, m: int | None) -> str:
-    """Return what validate says of a wrong schedule; "" where it accepts it."""
+    """Return validate's message for a wrong schedule; "" if it accepts it."""
     try:
         actions.validate(schedule, m)
     except ValueError as error:
@@ -41,7 +41,7 @@ def refused(schedule: list, m: int | None) -> str:
 
 
 def check() -> None:
-    """Assert what ranks hold in right schedules, and that twelve wrong ones are refused."""
+    """Assert the passes that ranks hold in right schedules, and that twelve wrong ones are refused."""
     for p, m in ((1, 1), (2, 4), (4, 8), (4, 9), (4, 2)):
         assert actions.validate(schedules.naive(p, m), m) == [1] * p, (
             f"naive, p = {p}, m = {m}: one micro-batch at a time"

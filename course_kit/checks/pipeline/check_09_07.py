@@ -1,4 +1,4 @@
-"""Check of exercise 09.7: `simulate` lets each action begin when its rank is free and what it needs has arrived."""
+"""Check of exercise 09.7: `simulate` lets each action begin when its rank is free and its inputs have arrived."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check() -> None:
         f"t_comm = 5, three ranks, one micro-batch: {result}, not 29: four trips, all on the way"
     )
     result = simulate(schedules.afab(2, 4), 1, 1, 1, 1).makespan
-    assert result == 5 * 3 + 2, f"t_comm: AFAB, p = 2, m = 4 takes {result}, not 17: a rank computes while mail travels"
+    assert result == 5 * 3 + 2, f"t_comm: AFAB, p = 2, m = 4 takes {result}, not 17: a rank computes during sends"
     by_stage = [1, 2, 4], [1, 1, 1], [0, 0, 8]
     assert simulate(schedules.naive(3, 1), *by_stage).makespan == 7 + 3 + 8, "times may differ by stage"
     assert simulate(ONE_RANK, 1, 1, 1, 5).makespan == 6, "what the same rank has made need not travel"

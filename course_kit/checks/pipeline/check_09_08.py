@@ -1,4 +1,4 @@
-"""Check of exercise 09.8: micro-batches for a bubble of 10% of the time, and what twice the stages cost."""
+"""Check of exercise 09.8: micro-batches for a bubble of 10% of the time, and the cost of twice the stages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check of exercise 09.9: `PipelineRunner.run` carries out any schedule, in its order, with nothing kept too long."""
+"""Check of exercise 09.9: `PipelineRunner.run` runs any schedule, in its order, and keeps nothing too long."""
 
 from __future__ import annotations
 

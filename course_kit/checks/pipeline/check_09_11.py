@@ -17,7 +17,7 @@ NEEDS = (
     ((False, True, False), 1),
     ((True, True, True), 2),
     ((False, False, True), 0),
-)  # of x, weight and bias, and how many products
+)  # of x, weight and bias, and how many matmuls
 
 
 def check() -> None:
@@ -33,7 +33,7 @@ def check() -> None:
         context = SimpleNamespace(saved_tensors=(x.detach(), weight.detach()), needs_input_grad=needs)
         result, count = flops(functools.partial(split_backward.Linear.backward, context, gradient))
         assert count == matmuls * 2 * 10 * 3 * 4, (
-            f"asked for {needs} (x, weight, bias): {count} FLOPs, a product has 240"
+            f"asked for {needs} (x, weight, bias): {count} FLOPs, a matmul has 240"
         )
         assert [each is not None for each in result] == list(needs), (
             f"asked for {needs} (x, weight, bias): gives {[each is not None for each in result]}; the others are None"
@@ -45,4 +45,4 @@ def check() -> None:
     except RuntimeError as error:
         raise AssertionError(f"x and gradient in BF16, weight in float32: cast the weight; {error}") from None
     dtypes = [each.dtype for each in result[:2]]
-    assert dtypes == [torch.bfloat16] * 2, f"under autocast products are in the gradient's dtype, BF16, not {dtypes}"
+    assert dtypes == [torch.bfloat16] * 2, f"under autocast matmuls are in the gradient's dtype, BF16, not {dtypes}"

@@ -15,7 +15,7 @@ from course_lib.single_gpu.model import Transformer
 
 
 class Opaque(torch.autograd.Function):
-    """A product that makes both gradients, asked or not."""
+    """A matmul that computes both gradients, needed or not."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Check of exercise 09.14: `Greedy.options` says what a rank could do next, and when."""
+"""Check of exercise 09.14: `Greedy.options` lists a rank's next actions, and their times."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ BY_HAND = ((2, 4, (1, 1, 1), 1), (4, 8, (3, 3, 2), 1), (4, 8, (1, 1, 1), 2), (8,
 
 
 def expect(probe, rank: int, wanted: dict, why: str) -> None:
-    """Assert what a rank's options are."""
+    """Assert the options of a rank."""
     result = probe.options(rank)
     assert result == wanted, f"rank {rank}: {why}: the options are {wanted}, not {result}"
 
@@ -18,10 +18,10 @@ def check_options() -> None:
     """Assert the options of two ranks, from the start on."""
     probe = search.Greedy(2, 3, {kind: [2, 2] for kind in "FIW"}, 1, 2, [2, 2], 0.5)
     expect(probe, 0, {"F": 0}, "at the start rank 0 can do its first F")
-    expect(probe, 1, {}, "at the start rank 1 can do nothing: no F has come, and an I needs its own F")
+    expect(probe, 1, {}, "at the start rank 1 can do nothing: no F has arrived, and an I needs its own F")
     probe.done[0]["F"], probe.free[0], probe.ended["F", 0, 0] = 1, 2, 2
     expect(probe, 1, {"F": 3}, "rank 1's first F begins when it arrives, t_comm after its end")
-    expect(probe, 0, {"F": 2}, "nobody knows when the gradient comes: I is no option yet")
+    expect(probe, 0, {"F": 2}, "no rank knows when the gradient comes: I is no option yet")
     probe.done[0]["F"], probe.free[0] = 2, 4
     expect(probe, 0, {}, "two are live, and two ahead: no F")
     probe.ended["I", 1, 0] = 8
@@ -40,11 +40,11 @@ def check_options() -> None:
     probe.max_lead = [1, 1]
     expect(probe, 0, {"I": 13}, "a gap of 2 is below 1.5 times a W of 2")
     del probe.ended["I", 1, 1]
-    expect(probe, 0, {"W": 11}, "nobody knows when the next I can begin: a W")
+    expect(probe, 0, {"W": 11}, "no rank knows when the next I can begin: a W")
 
 
 def check() -> None:
-    """Assert options, and the cost of four schedules against those by hand."""
+    """Assert options, and the cost of four schedules against costs by hand."""
     check_options()
     for p, m, times, k in BY_HAND:
         live, (t_f, t_i, t_w) = k * (p - 1) + 1, times

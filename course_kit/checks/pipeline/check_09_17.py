@@ -1,4 +1,4 @@
-"""Check of exercise 09.17: `pipeline_ratio`, the time of a message over the time of the next stage's forward."""
+"""Check of exercise 09.17: `pipeline_ratio`, the ratio of a message's time to the next stage's forward."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ def check() -> None:
     for arguments, factor, why in (
         ((4096, 4, 50e9, 989.5e12), 9, "a ninth of the bandwidth: nine times the ratio"),
         ((8192, 2, 450e9, 989.5e12), 1, "h doubled, layers halved: the same"),
-        ((4096, 4, 450e9, 989.5e12, 1), 0.5, "one byte a number halves it"),
+        ((4096, 4, 450e9, 989.5e12, 1), 0.5, "one byte per element halves it"),
     ):
         assert abs(runner.pipeline_ratio(*arguments) / ratio - factor) < 1e-6, why

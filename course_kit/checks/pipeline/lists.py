@@ -64,7 +64,7 @@ def replayed(schedule: list, t_f=1, t_i=1, t_w=1) -> tuple[list[list[tuple]], st
 
 
 def bubble(schedule: list, t_f=1, t_i=1, t_w=1):
-    """Return the longest time of a rank from its first to its last action, above the work of the busiest rank."""
+    """Return the longest time of a rank from its first to its last action, minus the work of the busiest rank."""
     spans, _ = replayed(schedule, t_f, t_i, t_w)
     busy = max(sum(end - start for start, end in local) for local in spans)
     return cost(schedule, t_f, t_i, t_w) - busy
@@ -77,7 +77,7 @@ def cost(schedule: list, t_f=1, t_i=1, t_w=1):
 
 
 def fault(schedule: list, stages: int, m: int) -> str:
-    """Return what is wrong: an action too many or too few, a micro-batch on two ranks, a deadlock; "" for nothing."""
+    """Describe a fault: an action too many or too few, a micro-batch on two ranks, a deadlock; "" if there is none."""
     done = collections.defaultdict(list)
     for rank, actions in enumerate(schedule):
         for kind, stage, i in actions:

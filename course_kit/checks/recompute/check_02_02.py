@@ -20,7 +20,7 @@ CONFIG = ModelConfig(3, 64, 4, 2, 96, 256)
 
 @contextlib.contextmanager
 def advice_for_the_replay() -> Iterator[None]:
-    """Turn PyTorch's errors of a replay that is not right into what is probably wrong."""
+    """Turn PyTorch's errors of a wrong replay into the probable cause."""
     try:
         yield
     except NotImplementedError:  # a blank one, which is a RuntimeError too

@@ -49,7 +49,7 @@ def check() -> None:
 
 
 def check_generators() -> None:
-    """Assert where the generators stand, of the CPU and of a GPU that is played."""
+    """Assert the states of the generators, of the CPU and of a simulated GPU."""
     torch.manual_seed(3)
     before = by_hand.random_state([torch.zeros(1)])
     drawn = torch.rand(4)
@@ -57,7 +57,7 @@ def check_generators() -> None:
     with by_hand.replayed(before):
         assert torch.equal(torch.rand(4), drawn), "inside, the generator must give the numbers of forward again"
     assert torch.equal(torch.get_rng_state(), now), (
-        "afterwards the generator must stand where it stood before the replay"
+        "afterwards the generator must have the state from before the replay"
     )
     with contextlib.suppress(KeyError), by_hand.replayed(before):
         raise KeyError
@@ -68,8 +68,8 @@ def check_generators() -> None:
         states[1] = torch.tensor([2.0, 2.0])  # forward has drawn
         with by_hand.replayed(before_gpu):
             inside, states[1] = states[1], torch.tensor([3.0, 3.0])  # the replay has drawn
-    assert inside[0] == 1, "inside, the generator of the tensors' GPU must stand where it stood before forward, too"
-    assert states[1][0] == 2, "afterwards the GPU's generator must stand where it stood before the replay, too"
+    assert inside[0] == 1, "inside, the generator of the tensors' GPU must have the state from before forward, too"
+    assert states[1][0] == 2, "afterwards the GPU's generator must have the state from before the replay, too"
 
 
 def check_model() -> None:

@@ -73,7 +73,7 @@ def checkpoints_around(probe: nn.Module, tokens: torch.Tensor) -> int:
 
 
 def check_policy(probe: nn.Module, tokens: torch.Tensor) -> None:
-    """Assert that a policy is asked about a whole block, and obeyed."""
+    """Assert that a policy is asked about all operations of a block, and obeyed."""
     asked = set()
 
     def keep_all(ctx, operation, *args, **kwargs):

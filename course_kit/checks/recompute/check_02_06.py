@@ -41,7 +41,7 @@ def check() -> None:
     )
     with FlopCounterMode(display=False) as again:
         loss(probe(tokens[0]), tokens[1]).backward()
-    assert again.get_total_flops() == counter.get_total_flops(), "a matrix product is computed again"
+    assert again.get_total_flops() == counter.get_total_flops(), "a matmul is computed again"
     check_answers()
     _, grads = gradients_of(probe, *tokens)
     assert all(torch.equal(plain[name], grads[name]) for name in plain), "the gradients must stay the same bits"

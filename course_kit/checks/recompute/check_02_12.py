@@ -11,7 +11,7 @@ GiB = 2**30
 
 
 def check(plan: Callable[..., tuple[str, int] | None]) -> None:
-    """Assert the answer for two models, several batches and rooms, and None where nothing fits."""
+    """Assert the answer for two models, several batches and memory sizes, and None if nothing fits."""
     llama, small_llama = PRESETS["llama3-8B"], PRESETS["llama3.2-1B"]
     large = [(16, 8192, 40), (16, 8192, 60), (16, 1024, 40), (12, 4096, 7), (6, 2048, 70), (8, 8192, 3)]
     cases = [(*case, llama) for case in large] + [(8, 4096, 10, small_llama), (9, 4096, 30, small_llama)]

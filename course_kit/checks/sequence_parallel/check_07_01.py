@@ -36,13 +36,13 @@ def gates_trial(group: dist.ProcessGroup) -> str | None:
         with count_traffic() as backward:
             (result,) = torch.autograd.grad(out, x, gradient)
         if relative_error(out, expected) > 1e-6:
-            advice = "all tokens of the group, in order" if name == "g" else "the sum over the group, of the own tokens"
-            return f"{name}, forward: the numbers are wrong: {advice}"
+            advice = "all tokens of the group, in order" if name == "g" else "the group's sum, of the local tokens"
+            return f"{name}, forward: the values are wrong: {advice}"
         if not torch.equal(x, copies[0]) or not torch.equal(gradient, copies[1]):
             return f"{name} changes a tensor that was given to it"
         if relative_error(result, expected_gradient) > 1e-6:
             advice = (
-                "the sum over the ranks, of the own tokens" if name == "g" else "the gradients of all ranks, in order"
+                "the sum over the ranks, of the local tokens" if name == "g" else "the gradients of all ranks, in order"
             )
             return f"{name}, backward: x's gradient is wrong: {advice}"
         wanted = ["all_gather", "reduce_scatter"] if name == "g" else ["reduce_scatter", "all_gather"]
@@ -60,7 +60,7 @@ def gates_gradcheck(group: dist.ProcessGroup) -> str | None:
     x, a, b = (torch.randn(s, generator=generator, dtype=torch.float64) for s in ((1, 4, 3), (4, 3), (3, 4)))
     local_a, local_b, shard = cut(a, group, 0), cut(b, group, 1), TensorShard.of(4, group, 1)
 
-    def mlp(x):  # x and the result are whole on every rank; between f and gather_from_group each has its own tokens
+    def mlp(x):  # x and the result are full on every rank; between f and gather_from_group each has its own tokens
         hidden = sequence.gather_sequence(shard.cut(copy_to_group(x, group)), group)
         out = sequence.reduce_scatter_sequence(F.linear(F.silu(F.linear(hidden, local_a)), local_b), group)
         return gather_from_group(out, shard)

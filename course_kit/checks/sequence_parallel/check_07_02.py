@@ -21,7 +21,7 @@ WISHES = (True, (1, 1, 1)), (False, (1, 1, 1)), (True, (0, 1, 0)), (True, (0, 0,
 def gathered_trial(
     group: dist.ProcessGroup, wants_x: bool, wants: tuple[int, ...]
 ) -> tuple[dict[str, float], list[Event], list[str], bool]:
-    """Errors by name, the diary of backward, what it sends, and whether it changes what is given to it.
+    """Errors by name, the diary of backward, its traffic, and whether it changes its arguments.
 
     wants: which of three weights want a gradient.
     """
@@ -66,14 +66,14 @@ def judge(
     spoiled: bool,
 ) -> None:
     """Judge what one rank did in one case."""
-    each = [16 * 6 * size // n for size in (16, 8, 8)]  # multiplications of one product
+    each = [16 * 6 * size // n for size in (16, 8, 8)]  # multiplications of one matmul
     assert not unfinished(events), f"{where}: a transfer is never waited for"
     for name, error in errors.items():
         assert error < 1e-5, f"{where}: the gradient of {name} is not one process's"
-    assert not spoiled, f"{where}: a gradient that was given to backward has changed"
+    assert not spoiled, f"{where}: a gradient passed to backward has changed"
     wanted = ["all_gather"] * any(wants) + ["reduce_scatter"] * wants_x
     assert bytes_sent == wanted, f"{where}: backward sends {bytes_sent}, {wanted} is wanted"
-    names, done = [word for word, _ in events], total(events, "product")
+    names, done = [word for word, _ in events], total(events, "matmul")
     of_weights = sum(e for e, want in zip(each, wants, strict=True) if want)
     assert done == wants_x * sum(each) + of_weights, (
         f"{where}: {done} multiplications, {wants_x * sum(each) + of_weights} are enough: who needs them?"
@@ -81,7 +81,7 @@ def judge(
     if not (wants_x and any(wants)):
         return
     for name, word, enough in (("all-gather", "gather", sum(each)), ("reduce-scatter", "scatter", of_weights)):
-        beside = total(events[names.index(f"start {word}") : names.index(f"wait {word}")], "product")
+        beside = total(events[names.index(f"start {word}") : names.index(f"wait {word}")], "matmul")
         assert beside >= enough, (
-            f"{where}: {beside} multiplications while the {name} is on its way, {enough} could hide it"
+            f"{where}: {beside} multiplications while the {name} is in flight, {enough} could hide it"
         )

@@ -71,7 +71,7 @@ def later_trial(group: dist.ProcessGroup, config: ModelConfig = TINY) -> tuple[d
 
 
 def refusals(group: dist.ProcessGroup) -> list[str | None]:
-    """Return the errors of models that cannot be split, and of a sequence that does not divide; None where there is
+    """Return the errors of models that cannot be split, and of a sequence that does not divide; None if there is
     none.
     """
     split = split_model(ONE_LAYER, group)

@@ -1,4 +1,4 @@
-"""Check of exercise 07.5: the shapes that a rank sees, by the sizes, beside the shapes in the running model."""
+"""Check of exercise 07.5: the shapes that a rank sees, from the sizes, beside the running model's."""
 
 from __future__ import annotations
 

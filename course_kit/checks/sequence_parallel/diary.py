@@ -1,4 +1,4 @@
-"""A diary of what an answer does on a rank: matmuls, scores of attention, transfers and waits, in order."""
+"""A diary of an answer's operations on a rank: matmuls, scores of attention, transfers and waits, in order."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Noted:
 
 
 class Diary(TorchDispatchMode):
-    """Notes what this rank does inside, in order, as `events` (word, number).
+    """Notes this rank's operations inside, in order, as `events` (word, number).
 
-    ("product", multiplications); ("start gather", works to wait for) and ("wait gather", place of the start) and so
+    ("matmul", multiplications); ("start gather", works to wait for) and ("wait gather", place of the start) and so
     on; ("attention", scores) of a block of attention, by NotedBlock.
     """
 
@@ -46,11 +46,11 @@ class Diary(TorchDispatchMode):
         out = function(*args, **(kwargs or {}))
         name = function._schema.name.removeprefix("aten::")
         if name in self.MATMULS:
-            self.events.append(("product", out.numel() * args[self.MATMULS[name]].shape[-1]))
+            self.events.append(("matmul", out.numel() * args[self.MATMULS[name]].shape[-1]))
         return out
 
     def sender(self, name: str):
-        """Return a function of torch.distributed that notes its start, and its waiting."""
+        """Return a function of torch.distributed that notes its start and its wait."""
         plain, word = self.plain[name], self.SENDS[name]
 
         def send(*args, **kwargs):

@@ -9,7 +9,7 @@ from course_lib.single_gpu.data import TokenBatches
 
 def check() -> None:
     """Assert windows and targets, three ranks against one, epochs, a restored run, and batches larger than an epoch."""
-    numbers = torch.arange(1001, dtype=torch.int32)  # 100 windows of 10 tokens: each token tells where it stood
+    numbers = torch.arange(1001, dtype=torch.int32)  # 100 windows of 10 tokens: each token tells its position
     inputs, targets = next(TokenBatches(numbers, batch=4, seq=10))
     assert inputs.shape == targets.shape == (4, 10) and inputs.dtype == targets.dtype == torch.int64, (
         "inputs and targets should be [4, 10], int64"
@@ -51,9 +51,9 @@ def check_epochs(one: TokenBatches, three: list[TokenBatches]) -> None:
     epochs = [seen[:100], seen[100:200], seen[200:]]
     for epoch in epochs:
         assert len(set(epoch)) == 100, (
-            f"an epoch shows {len(set(epoch))} of its 100 windows: each should come once, and the next epoch should "
+            f"an epoch shows {len(set(epoch))} of its 100 windows: each should occur once, and the next epoch should "
             "begin in the middle of a batch, without a gap"
         )
     assert epochs[0] != epochs[1] and epochs[0] != sorted(epochs[0]), (
-        "each epoch should be shuffled anew: use order(epoch)"
+        "each epoch needs its own shuffle: use order(epoch)"
     )

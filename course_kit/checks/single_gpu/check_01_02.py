@@ -1,4 +1,4 @@
-"""Check of exercise 01.2: `apply_rope` turns pairs (i, i + d/2) of queries and keys."""
+"""Check of exercise 01.2: `apply_rope` rotates pairs (i, i + d/2) of queries and keys."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ def check() -> None:
     q, k = (torch.randn(2, 16, 4, 8, generator=generator) for _ in range(2))
     before = q.clone()
     rotated = model.apply_rope(q, *rope_angles(torch.arange(16), CONFIG))
-    assert torch.equal(q, before), "x itself has changed: write the turned pairs into a new tensor"
+    assert torch.equal(q, before), "x itself has changed: write the rotated pairs into a new tensor"
     assert rotated.shape == q.shape, f"apply_rope should keep the shape {tuple(q.shape)}, got {tuple(rotated.shape)}"
     torch.testing.assert_close(rotated[:, 0], q[:, 0], msg="position 0 has angle 0: it should not change")
     x = q.bfloat16().requires_grad_()
     in_bf16 = model.apply_rope(x, *(part.bfloat16() for part in rope_angles(torch.arange(16), CONFIG)))
     assert in_bf16.dtype == torch.bfloat16, f"x, cos and sin are BF16: return x's dtype, not {in_bf16.dtype}"
     assert not (rotated[:, 1:] == q[:, 1:]).all(-1).any(), "positions after 0 should change, in every sample and head"
-    torch.testing.assert_close(rotated.norm(dim=-1), q.norm(dim=-1), msg="a turn keeps the length: look at the signs")
+    torch.testing.assert_close(rotated.norm(dim=-1), q.norm(dim=-1), msg="rotation keeps the length: look at the signs")
     torch.testing.assert_close(
         rope_scores(q, k, torch.arange(16)),
         rope_scores(q, k, torch.arange(16) + 100),
         rtol=1e-3,
         atol=1e-3,
-        msg="scores should depend on the distance of two positions only: are q and k turned the same way?",
+        msg="scores should depend on the distance of two positions only: are q and k rotated the same way?",
     )
     assert not torch.allclose(rope_scores(q, k, torch.arange(16)), rope_scores(q, k, torch.arange(16) * 2)), (
         "scores should change with the distance"
@@ -53,5 +53,5 @@ def check() -> None:
     assert in_bf16.requires_grad, "autograd does not see what you do: no no_grad, no detach, no .data"
     (rotated_back,) = torch.autograd.grad(in_bf16, x, in_bf16.detach())
     torch.testing.assert_close(
-        rotated_back, x.detach(), rtol=0, atol=0.1, msg="backward should turn the gradient back: no detach, no .data"
+        rotated_back, x.detach(), rtol=0, atol=0.1, msg="backward should rotate the gradient back: no detach, no .data"
     )

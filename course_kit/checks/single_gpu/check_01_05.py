@@ -1,4 +1,4 @@
-"""Check of exercise 01.5: `state_bytes` by policy and ZeRO stage, and what AdamW really holds."""
+"""Check of exercise 01.5: `state_bytes` by policy and ZeRO stage, and the bytes that AdamW really holds."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def check() -> None:
     )
     assert profile.saved_bytes(linear, lambda: x[:2].sin()) == x.nbytes, "a view keeps its whole storage alive"
     assert profile.saved_bytes(linear, lambda: (x.sin(), x[:2].sin(), x[2:].sin(), x.t().sin())) == x.nbytes, (
-        "x is saved whole, as two slices and transposed: one storage, count it once"
+        "x is saved in full, as two slices and transposed: one storage, count it once"
     )
     both = profile.saved_bytes(linear, lambda: [linear(torch.ones(16, 64)).square() for _ in range(3)])
     assert both == 3 * (16 * 64 + 16 * 32) * 4, (
@@ -43,7 +43,7 @@ def check() -> None:
         assert profile.saved_bytes(linear, lambda: linear(x)) == 0, "without a graph nothing is saved"
     linear.requires_grad_(False)
     assert profile.saved_bytes(linear, lambda: F.linear(x, linear.weight[8:])) == 0, (
-        "backward needs rows 8 to 31 of a frozen weight here: what lies in a parameter does not count"
+        "backward needs rows 8 to 31 of a frozen weight here: memory of a parameter does not count"
     )
     saved = []
     profile.saved_bytes(linear, lambda: saved.append(weakref.ref(y.exp().untyped_storage())))

@@ -1,4 +1,4 @@
-"""Check of exercise 01.7: `gpt_layer_bytes`, what one GPT layer keeps per token."""
+"""Check of exercise 01.7: `gpt_layer_bytes`, the bytes that one GPT layer keeps per token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GiB = 2**30
 
 
 def check() -> None:
-    """Assert a real layer's bytes, the three settings at two sizes, and the published sizes of whole models."""
+    """Assert a real layer's bytes, the three settings at two sizes, and the published sizes of full models."""
     gpt, sample = GPTBlock(64, 4).bfloat16(), torch.ones(2, 128, 64, dtype=torch.bfloat16, requires_grad=True)
     expected = retained_bytes(gpt, lambda: gpt(sample)) // (2 * 128) - 8
     got = memory.gpt_layer_bytes(64, 4, 128)

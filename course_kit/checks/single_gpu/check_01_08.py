@@ -1,4 +1,4 @@
-"""Check of exercise 01.8: `layer_activations` against what autograd keeps of one layer, to the byte."""
+"""Check of exercise 01.8: `layer_activations` against autograd's saved bytes of one layer, to the byte."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def check() -> None:
 
 
 def check_layer(config: ModelConfig, flash: bool, dtype: torch.dtype, b: int = 3, s: int = 40) -> None:
-    """Assert what one layer keeps, in all and by entry."""
+    """Assert the bytes that one layer keeps, in total and by entry."""
     block = Block(config).to(dtype)
     block.attention.core = causal_attention if flash else naive_attention
     x = torch.ones(b, s, config.hidden, dtype=dtype, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Check of exercise 01.9: `category`, what an allocation was for."""
+"""Check of exercise 01.9: `category`, the purpose of an allocation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check of exercise 01.11: `evaluate`, whose memory does not grow, and which leaves all as it was."""
+"""Check of exercise 01.11: `evaluate` takes constant memory and leaves the model unchanged."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class HostReads(TorchDispatchMode):
 
 
 def state(model: nn.Module) -> dict[str, object]:
-    """Return what an evaluation leaves as it is."""
+    """Return the state that an evaluation must not change."""
     return {
         "the mode of each module": [module.training for module in model.modules()],
         "which parameters require a gradient": [p.requires_grad for p in model.parameters()],

@@ -42,6 +42,6 @@ def in_case(what: str) -> Iterator[None]:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number and what it counts, such as "1 copy" and "2 copies"."""
+    """Return a number with its noun, such as "1 copy" and "2 copies"."""
     plural = noun[:-1] + "ies" if noun.endswith("y") else noun + "s"
     return f"{number} {noun if number == 1 else plural}"

@@ -23,7 +23,7 @@ def matmul_trial(group: dist.ProcessGroup, how: str, dtype: torch.dtype) -> tupl
     with in_case(f"{how}, {dtype}"), count_traffic() as traffic, Diary() as diary:
         got = by_hand.split_matmul(x, weight, how, group)
     assert torch.equal(x, copies[0]) and torch.equal(weight, copies[1]), "leave x and weight as they are"
-    return relative_error(got, x @ weight.t()), got.dtype, diary.total("product"), traffic
+    return relative_error(got, x @ weight.t()), got.dtype, diary.total("matmul"), traffic
 
 
 def check() -> None:
@@ -35,7 +35,7 @@ def check() -> None:
             for rank, result in enumerate(trials):
                 for (how, ways), (error, made, multiplied, traffic) in zip(WAYS.items(), result, strict=True):
                     where = f"{how}, {n} ranks, rank {rank}, {dtype}"
-                    assert error < CLOSE[dtype], f"{where}: not x times the transpose of weight, whole"
+                    assert error < CLOSE[dtype], f"{where}: not the full x times the transpose of weight"
                     assert made == dtype, f"{where}: the result is {made}: keep the dtype of x"
                     assert multiplied == 6 * 16 * 24 // n, (
                         f"{where}: {multiplied} multiplications; a rank's share of them is {6 * 16 * 24 // n}"
@@ -43,7 +43,7 @@ def check() -> None:
                     bytes_sent = {record.collective for record in traffic.records}
                     wanted = " or ".join(map(" and ".join, ways))
                     assert bytes_sent in ways, (
-                        f"{where}: you send by {' and '.join(bytes_sent) or 'nothing'}; by {wanted} it is"
+                        f"{where}: you send by {' and '.join(bytes_sent) or 'nothing'}; send by {wanted}"
                     )
                     enough = (1 + (how == "rows")) * 6 * 24 * dtype.itemsize * (n - 1) // n
                     assert traffic.bytes == enough, f"{where}: {traffic.bytes} bytes sent, {enough} are enough"

@@ -27,7 +27,7 @@ def split_mlp(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, group: dist.Pro
 
 
 def pair_trial(group: dist.ProcessGroup) -> str | None:
-    """Say what is wrong with f and f*; None where nothing is."""
+    """Return what is wrong with f and f*, or None."""
     rank, n, numbers = group.rank(), group.size(), torch.arange(12.0).view(3, 4)
     both = ("f", regions.copy_to_group, 0, 1), ("f*", regions.sum_over_group, 1, 0)
     for (region, function, forwards, backwards), dtype in itertools.product(both, (torch.float32, torch.bfloat16)):
@@ -63,7 +63,7 @@ def pair_trial(group: dist.ProcessGroup) -> str | None:
 
 
 def wrong_in_mlp(group: dist.ProcessGroup) -> str | None:
-    """Say what gradcheck finds in an MLP between f and f*; None where it finds nothing."""
+    """Return the error message of gradcheck on an MLP between f and f*, or None."""
     shapes = (2, 3), (4, 3), (3, 4)
     generator = torch.Generator().manual_seed(2)
     x, a, b = (torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes)

@@ -1,4 +1,4 @@
-"""Check of exercise 06.3: the gradients of a split MLP against autograd's in one process, and what is sent for them."""
+"""Check of exercise 06.3: the gradients of a split MLP against autograd's in one process, and their traffic."""
 
 from __future__ import annotations
 

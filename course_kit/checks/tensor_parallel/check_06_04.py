@@ -1,4 +1,4 @@
-"""Check of exercise 06.4: ColumnMatmul against one process, and the order of what its backward does."""
+"""Check of exercise 06.4: ColumnMatmul against one process, and the order of its backward's operations."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def column_trial(
 
 def multiplications(events: list[tuple[str, int]]) -> int:
     """Return the multiplications of some events."""
-    return sum(number for word, number in events if word == "product")
+    return sum(number for word, number in events if word == "matmul")
 
 
 def check() -> None:
@@ -88,7 +88,7 @@ def judge(
     wants: tuple[int, ...],
 ) -> None:
     """Judge one case of one rank."""
-    each = [6 * 8 * size // n for size in (16, 8, 8)]  # multiplications of one product
+    each = [6 * 8 * size // n for size in (16, 8, 8)]  # multiplications of one matmul
     where = f"{n} ranks, rank {rank}, {len(rows) + 1} dimensions, {dtype}, gradients for "
     where += f"{'x and ' if wants_x else ''}weights {wants}"
     assert result.output_error < CLOSE[dtype], f"{where}: forward returns x · weightᵀ for each weight of this rank"
@@ -114,6 +114,6 @@ def judge(
         before, beside = multiplications(events[:start]), multiplications(events[start:wait])
         advice = "start it with async_op=True, before the gradients of the weights, and wait after them"
         assert (before, beside) == (sum(each), enough - sum(each)), (
-            f"{where}: {before} multiplications before the all-reduce starts and {beside} while it is on "
-            f"its way; {sum(each)} and {enough - sum(each)} would hide it: {advice}"
+            f"{where}: {before} multiplications before the all-reduce starts and {beside} while it is in "
+            f"flight; {sum(each)} and {enough - sum(each)} would hide it: {advice}"
         )

@@ -1,4 +1,4 @@
-"""Check of exercise 06.5: a row layer against one process, what it sends and keeps, and where its bias is added."""
+"""Check of exercise 06.5: a row layer against one process, its traffic and saved bytes, and the place of its bias."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def check() -> None:
 def judge(n: int, rank: int, bias: bool, result: RankResult) -> None:
     """Judge one layer on one rank."""
     where = f"{n} ranks, rank {rank}{', with bias' if bias else ''}"
-    assert not result.is_inside, f"{where}: the bias goes into f* and is summed there: add it to what f* returns"
+    assert not result.is_inside, f"{where}: the bias is an input of f* and is summed there: add it to what f* returns"
     for name, error in result.errors.items():
         assert error < 1e-5, f"{where}: {name} is not one process's"
     enough, forward = 2 * 6 * 10 * 4 * (n - 1) // n, result.forward
@@ -88,7 +88,7 @@ def judge(n: int, rank: int, bias: bool, result: RankResult) -> None:
     )
     enough = 4 * (10 * 24 // n + 10 * bias)
     assert result.retained <= enough, (
-        f"{where}: the layer keeps {result.retained} bytes, {enough} are enough: its part, a copy"
+        f"{where}: the layer keeps {result.retained} bytes, {enough} are enough: its shard, a copy"
     )
     assert result.left == 0, f"{where}: call f* as self.output_reduce"
     assert result.dtypes == {torch.bfloat16}, (

@@ -39,7 +39,7 @@ class AutocastResult(NamedTuple):
 
     dtypes: set[torch.dtype]  # of the outputs
     errors: list[float]  # of the gradients
-    left: float  # how far the outputs are from the bias where the layers' `products` make zeros
+    left: float  # how far the outputs are from the bias where the layers' `matmul` makes zeros
 
 
 def projection_trial(group: dist.ProcessGroup, copies: int, bias: bool) -> RankResult:
@@ -143,11 +143,11 @@ def judge(n: int, copies: int, bias: bool, of_all: list[RankResult]) -> None:
         assert len(records) <= 1 + wanted, (
             f"{where}: {counted(len(records), 'collective')} in backward; {1 + wanted} would do"
         )
-        assert "start product" in result.order, (
-            f"{where}: backward does {result.order}: no product beside x's all-reduce; use the layers' `products`"
+        assert "start matmul" in result.order, (
+            f"{where}: backward does {result.order}: no matmul beside x's all-reduce; use the layers' `matmul`"
         )
         assert all(set(r.group) == set(result.members) for r in others), (
-            f"{where}: K's gradient goes over its copies alone"
+            f"{where}: K's gradient is summed over its copies alone"
         )
 
 
@@ -157,4 +157,4 @@ def judge_in_autocast(where: str, result: AutocastResult) -> None:
         f"{where}: outputs are {result.dtypes}: as_autocast casts x and the weights; cast the bias to the output's"
     )
     assert max(result.errors) < 0.03, f"{where}: wrong gradients, or none: x and weights through as_autocast"
-    assert result.left == 0, f"{where}: multiply by what the layers have as `products`, whatever it is, not by a name"
+    assert result.left == 0, f"{where}: multiply by the layers' attribute `matmul`, whatever it is, not by a name"

@@ -1,4 +1,4 @@
-"""Check of exercise 06.7: a split embedding against a whole one: values, gradients, dtype, traffic, memory."""
+"""Check of exercise 06.7: a split embedding against a full one: values, gradients, dtype, traffic, memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class RankResult(NamedTuple):
 
 
 def embedding_trial(group: dist.ProcessGroup, vocab: int, dtype: torch.dtype, shape: tuple[int, ...]) -> RankResult:
-    """Look up 33 tokens, of which two are none of the vocabulary."""
+    """Look up 33 tokens, of which two are outside the vocabulary."""
     torch.manual_seed(7)
     full, given = nn.Embedding(vocab, 6, dtype=dtype), torch.randn(*shape, 6).to(dtype)
     tokens = torch.cat([torch.tensor([-1, vocab]), torch.randint(vocab, (31,))]).view(shape)  # two are no tokens
@@ -73,9 +73,9 @@ def judge(n: int, rank: int, vocab: int, dtype: torch.dtype, result: RankResult)
     """Judge one table on one rank."""
     where = f"{vocab} tokens, {n} ranks, rank {rank}, {dtype}"
     assert result.error < CLOSE[dtype], (
-        f"{where}: not the whole embedding's output; tokens of other ranks and of no rank give zeros"
+        f"{where}: not the full embedding's output; tokens of other ranks, or of no rank, give zeros"
     )
-    assert result.grad_error < CLOSE[dtype], f"{where}: the gradient of the own rows is not one process's"
+    assert result.grad_error < CLOSE[dtype], f"{where}: the gradient of the local rows is not one process's"
     assert result.dtype == dtype, f"{where}: the output is {result.dtype}: keep the dtype of the rows"
     enough, forward = 2 * 33 * 6 * dtype.itemsize * (n - 1) // n, result.forward
     assert (forward.calls, forward.bytes) == (1, enough), (

@@ -32,7 +32,7 @@ class RankResult(NamedTuple):
     errors: tuple[float, float]  # of the loss and the gradient
     forward: Traffic
     backward: Traffic
-    enough: float  # bytes of three numbers per token
+    enough: float  # bytes of three elements per token
     unchanged: bool  # the logits are as before
     made: int  # such tensors that forward has at once
     saved: float  # how many times their bytes are kept for backward
@@ -103,7 +103,7 @@ def judge(
     assert result.errors[1] < close, f"{where}: the gradient is not one process's{large}"
     assert result.unchanged, f"{where}: the logits that were given have changed"
     assert result.forward.bytes <= result.enough + 1, (
-        f"{where}: forward sends {result.forward.bytes} bytes; three numbers per token are {result.enough:.0f}"
+        f"{where}: forward sends {result.forward.bytes} bytes; three elements per token are {result.enough:.0f}"
     )
     assert result.forward.calls <= 2 and result.backward.calls == 0, (
         f"{where}: {counted(result.forward.calls, 'collective')} in forward, {result.backward.calls} in backward; "

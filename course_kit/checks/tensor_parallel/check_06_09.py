@@ -58,7 +58,7 @@ class Mixture(nn.Module):
 class RankResult(NamedTuple):
     """A rank's report on a split model."""
 
-    training: Training  # gradients and weights made whole
+    training: Training  # gathered gradients and weights
     forward: Traffic
     backward: Traffic
     retained: int  # bytes of the model
@@ -94,8 +94,8 @@ def full_gradient(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def wrong_options(group: dist.ProcessGroup) -> str | None:
-    """Say what is wrong with `project`, a tie, logits, chunks, norms of heads, the default group, blocks with mixtures,
-    or a model that has no embedding or no head; None where nothing is.
+    """Return the error in `project`, a tie, logits, chunks, norms of heads, the default group, blocks with mixtures,
+    or a model that has no embedding or no head, or None.
     """
     (inputs, _), hidden = batch_of(), torch.randn(2, 17, TINY.hidden)
     tied = split_model(TINY, group)
@@ -125,7 +125,7 @@ def wrong_options(group: dist.ProcessGroup) -> str | None:
 
 @contextlib.contextmanager
 def stepping_over(what: str) -> Iterator[None]:
-    """Say of an AttributeError in which model it came up."""
+    """Name the model in which an AttributeError was raised."""
     try:
         yield
     except AttributeError as error:
@@ -133,7 +133,7 @@ def stepping_over(what: str) -> Iterator[None]:
 
 
 def wrong_project(model: nn.Module) -> str | None:
-    """Say of which block `project` does not return the outputs of its own layers; None where all do."""
+    """Return the block whose `project` does not return the outputs of its own layers, or None."""
     for number, block in enumerate(transformer_blocks(model)):
         for part, names in PROJECTED.items():
             owner, x = getattr(block, part), torch.randn(2, 3, TINY.hidden)
@@ -143,13 +143,13 @@ def wrong_project(model: nn.Module) -> str | None:
             if len(outs) != len(names) or max(errors) > 1e-5:
                 return (
                     f"block {number}: {part}.project(x) is not what this block's {', '.join(names)} make of x. "
-                    "A lambda in the loop takes the last block's layers; `project_layers` gets its own block's layers"
+                    "A lambda in the loop takes the last block's layers; `project_layers` gets its own block's"
                 )
     return None
 
 
 def wrong_mixtures(group: dist.ProcessGroup) -> str | None:
-    """Say what is wrong with blocks that hold an MLP under another name, or none; None where nothing is."""
+    """Return what is wrong with blocks that hold an MLP under another name, or no MLP; or None."""
     (inputs, _), advice = batch_of(), "split every `MLP` in `block.modules()`, and nothing else in its place"
     what = "a block where block.mlp is a mixture, with an MLP inside or none"
     full, split = Transformer(TINY), Transformer(TINY)
@@ -170,7 +170,7 @@ def wrong_mixtures(group: dist.ProcessGroup) -> str | None:
 
 
 def wrong_head_norms(group: dist.ProcessGroup) -> str | None:
-    """Say what is wrong with the gradient of a norm of each head (Qwen3); None where nothing is."""
+    """Return what is wrong with the gradient of a norm of each head (Qwen3), or None."""
     full, split, (inputs, targets) = Transformer(HEAD_NORMS), split_model(HEAD_NORMS, group), batch_of(HEAD_NORMS)
     loss(full(inputs), targets).backward()
     vocabulary.vocab_parallel_cross_entropy(split(inputs), targets, group, HEAD_NORMS.vocab).backward()
@@ -182,7 +182,7 @@ def wrong_head_norms(group: dist.ProcessGroup) -> str | None:
 
 
 def wrong_default() -> str | None:
-    """Say what is wrong with a model that is split over the default group; None where nothing is."""
+    """Return what is wrong with a model that is split over the default group, or None."""
     model: nn.Module = program.apply_tensor_parallel(Transformer(TINY))
     rows = getattr(model, "blocks", [None])[0].mlp.up_proj.weight.shape[0] if model is not None else 0
     if rows != TINY.ffn_hidden // dist.get_world_size():
@@ -191,7 +191,7 @@ def wrong_default() -> str | None:
 
 
 def refusal(group: dist.ProcessGroup, config: ModelConfig) -> tuple[str, bool] | None:
-    """Return the message with which a model is refused, and whether it is as before; None where it is not refused."""
+    """Return the message with which a model is refused, and whether it is unchanged; None if it is not refused."""
     model = Transformer(config)
     before = list(model.modules())
     try:

@@ -1,4 +1,4 @@
-"""Check of exercise 06.10: the gigabytes that tensor parallelism sends, beside what a small model sends."""
+"""Check of exercise 06.10: the gigabytes that tensor parallelism sends, beside a small model's traffic."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check(gigabytes_sent: float) -> None:
     expected = all_reduces(LAYERS) * bytes_each / 1e9
     assert abs(gigabytes_sent / expected - 1) < 0.05, (
         f"{gigabytes_sent} GB is not what this code sends. An all-reduce sends "
-        "twice (N-1)/N of its bytes, a BF16 number has 2, and GB are 10⁹"
+        "twice (N-1)/N of its bytes, a BF16 element has 2, and GB are 10⁹"
     )
     ranks = shared(4)
     with ranks.within(20):

@@ -1,4 +1,4 @@
-"""Check of exercise 06.12: a row layer in chunks against one process, what it does in which order, and its memory."""
+"""Check of exercise 06.12: a row layer in chunks against one process, the order of its operations, and its memory."""
 
 from __future__ import annotations
 
@@ -82,10 +82,10 @@ def judge(
     assert result.dtype == dtype, f"{where}: the output is {result.dtype}"
     spec = [word for word, _ in result.events]
     assert spec.count("start") == chunks, f"{where}: {counted(spec.count('start'), 'all-reduce')}, not one for each"
-    assert spec == ["product", "start"] * chunks + ["wait"] * chunks, (
-        f"{where}: {' '.join(spec)}: it is to be product, start, product, start, ..., and a wait for each"
+    assert spec == ["matmul", "start"] * chunks + ["wait"] * chunks, (
+        f"{where}: {' '.join(spec)}: it should be matmul, start, matmul, start, ..., and a wait for each"
     )
-    multiplied = sum(number for word, number in result.events if word == "product")
+    multiplied = sum(number for word, number in result.events if word == "matmul")
     assert multiplied == 14 * 24 * 10 // n, f"{where}: {multiplied} multiplications: each row once"
     enough_sent = 2 * 14 * 10 * dtype.itemsize * (n - 1) / n + chunks * n
     assert result.sent <= enough_sent, f"{where}: {result.sent} bytes sent: each row once"
@@ -96,7 +96,7 @@ def judge(
     later = [word for word, _ in result.later]
     assert "start" not in later, f"{where}: backward sends: send nothing"
     wanted = "x and the weight" if wants_x else "the weight alone"
-    assert later == ["product"] * (1 + wants_x), (
-        f"{where}: backward makes {counted(len(later), 'product')} for gradients of {wanted}; "
+    assert later == ["matmul"] * (1 + wants_x), (
+        f"{where}: backward makes {counted(len(later), 'matmul')} for gradients of {wanted}; "
         "ctx.needs_input_grad says whose gradient is wanted"
     )

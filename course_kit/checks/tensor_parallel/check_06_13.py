@@ -40,7 +40,7 @@ def drawn(group: dist.ProcessGroup | None, second: torch.Generator) -> dict[str,
 
 
 def is_salted(value) -> bool:
-    """Return whether hash(value) is another number in each process that is started."""
+    """Return whether hash(value) differs in each new process."""
     return isinstance(value, (str, bytes, memoryview)) or isinstance(value, tuple) and any(map(is_salted, value))
 
 
@@ -50,16 +50,16 @@ def hash_after_restart(value) -> int:
 
 
 def in_group(group: dist.ProcessGroup) -> torch.Tensor:
-    """On a rank: what it draws inside of a region of this group."""
+    """On a rank: the numbers that it draws inside a region of this group."""
     torch.manual_seed(13)
     with regions.local_rng(group):
         return torch.rand(500)
 
 
 def randomness_trial(group: dist.ProcessGroup) -> tuple[dict, int]:
-    """Return what two generators draw, as if the second were a GPU's; again, from the same seeds and with the default
-    group, which is the same; once more with other salts of hash(); whether they go on alike after an error, and a
-    checkpoint's replay. And how many collectives.
+    """Return the draws of two generators, the second as a GPU's; again, from the same seeds and with the default group,
+    which has the same ranks; once more with other salts of hash(); whether the draws agree after an error and in a
+    checkpoint's replay; and the number of collectives.
     """
     second = torch.Generator()
     result: dict[str, Any] = {}
@@ -126,7 +126,7 @@ def check() -> None:
                 assert alike(numbers, numbers_before) < 0.01, f"rank {rank} draws the same numbers {other} and {name}"
             assert alike(numbers, result["again"][name]) == 1, f"rank {rank}: from the same seed, other numbers {name}"
             assert alike(numbers, result["restarted"][name]) == 1, (
-                f"rank {rank}: hash() of bytes is another number after a restart, and so is what is drawn {name}: "
+                f"rank {rank}: hash() of bytes differs after a restart, as do the numbers drawn {name}: "
                 "zlib.crc32 is the same one always"
             )
         assert result["error"], f"rank {rank}: after an error inside, it does not go on as the others do"

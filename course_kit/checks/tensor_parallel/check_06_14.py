@@ -17,15 +17,15 @@ from course_lib.tensor_parallel import partitioned_checkpoints
 
 
 def has_graph(retained) -> bool:
-    """Return whether a tensor in what is kept belongs to a graph of autograd's."""
+    """Return whether a kept tensor belongs to an autograd graph."""
     return any(torch.is_tensor(each) and each.requires_grad for each in tree_leaves(retained))
 
 
 def comes_back(group: dist.ProcessGroup) -> bool | str:
-    """Return whether 21 numbers in BF16, transposed, are the same once they have been in parts; or what is wrong."""
+    """Return whether 21 elements in BF16, transposed, are the same after pack and unpack, or what is wrong."""
     odd = torch.arange(21, dtype=torch.bfloat16).view(7, 3).t().requires_grad_()
     parts = partitioned_checkpoints.PartitionedCheckpoint(cast(Any, None), group)
-    with in_case("21 numbers in BF16, transposed, in parts on 4 ranks"):
+    with in_case("21 elements in BF16, transposed, in parts on 4 ranks"):
         retained = parts.pack(odd)
         if has_graph(retained):
             return "what pack returns belongs to autograd's graph, as the argument does: detach the tensor first"
@@ -46,12 +46,12 @@ def check() -> None:
     ):
         where = f"2 ranks, rank {rank}"
         assert all(relative_error(p, g) < 1e-5 for g, p in zip(grads, grads_parts, strict=True)), (
-            f"{where}: the gradients differ from those under full recomputation"
+            f"{where}: the gradients differ from full recomputation's"
         )
         saved, possible = full - parts, complete * TINY.layers / 2
         assert abs(saved / possible - 1) < 0.05, (
-            f"{where}: {saved:,} bytes less are kept than with whole checkpoints; {possible:,.0f} is what there is"
-            + "; a view keeps the whole alive: clone it" * (abs(saved) < 0.05 * possible)
+            f"{where}: {saved:,} bytes less are kept than with full checkpoints; {possible:,.0f} are possible"
+            + "; a view keeps the full tensor alive: clone it" * (abs(saved) < 0.05 * possible)
         )
         counts = Counter(record.collective for record in sent_parts.records if record.bytes)
         gathers = counts["all_gather"]
@@ -59,5 +59,5 @@ def check() -> None:
         extra, enough = sent_parts.bytes - bytes_sent.bytes, complete * TINY.layers / 2
         assert abs(extra / enough - 1) < 0.05, f"{where}: {extra:,} bytes more are sent, {enough:,.0f} are enough"
     for rank, same in enumerate(back):
-        what = f"4 ranks, rank {rank}: 21 numbers in BF16, transposed"
-        assert same is True, f"{what}, do not come back: {same or 'sizes need not divide, and the dtype stays'}"
+        what = f"4 ranks, rank {rank}: 21 elements in BF16, transposed"
+        assert same is True, f"{what}, do not survive: {same or 'sizes need not divide, and the dtype stays'}"

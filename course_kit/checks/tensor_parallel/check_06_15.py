@@ -1,4 +1,4 @@
-"""Check of exercise 06.15: the ratio of all-reduces to products, for six layers."""
+"""Check of exercise 06.15: the ratio of all-reduces to matmuls, for six layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A diary of what an answer does on a rank: matmuls, all-reduces, waits, and new memory, in order."""
+"""A diary of an answer's operations on a rank: matmuls, all-reduces, waits, and new memory, in order."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class Noted:
 
 
 class Diary(TorchDispatchMode):
-    """Notes what this rank does inside, in order, as `events` (word, number); and the memory that operators make.
+    """Notes this rank's operations inside, in order, as `events` (word, number); and the memory that operators make.
 
-    ("product", multiplications), ("start", numbers in it) of an all-reduce, ("wait", 0) for one.
+    ("matmul", multiplications), ("start", elements in it) of an all-reduce, ("wait", 0) for one.
     """
 
     MATMULS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1}  # the position of a matmul's first factor
 
     def __init__(self):
         super().__init__()
-        self.events, self.made = [], {}  # made: new storages by address; they stay, so that no address comes twice
+        self.events, self.made = [], {}  # made: new storages by address; they stay, so that no address recurs
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:  # otherwise the first operator imports torch._dynamo: seconds on each rank
@@ -42,7 +42,7 @@ class Diary(TorchDispatchMode):
         out = function(*args, **(kwargs or {}))
         name = function._schema.name.removeprefix("aten::")
         if name in self.MATMULS:
-            self.events.append(("product", out.numel() * args[self.MATMULS[name]].shape[-1]))
+            self.events.append(("matmul", out.numel() * args[self.MATMULS[name]].shape[-1]))
         given, result = (
             {t.untyped_storage()._cdata: t.untyped_storage() for t in tree_leaves(tree) if torch.is_tensor(t)}
             for tree in ((args, kwargs), out)

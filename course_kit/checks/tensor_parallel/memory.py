@@ -16,7 +16,7 @@ Built = TypeVar("Built")
 
 
 def retained_by(build: Callable[[], Built]) -> tuple[Built, int]:
-    """Return what build() returns, and the bytes of all tensors that it leaves behind, wherever they are kept."""
+    """Return the result of build(), and the bytes of all tensors that it leaves behind, wherever they are kept."""
 
     def tensors() -> dict[int, torch.Tensor]:
         return {id(each): each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)}

@@ -16,5 +16,5 @@ def check(gb_of_stage: dict[int, float | None], best_of_stage_2: float | None) -
         )
     limit = 112e9 / sum(state_bytes(7_000_000_000, "bf16", 2, 10**9).values())
     assert isinstance(best_of_stage_2, (int, float)) and abs(best_of_stage_2 / limit - 1) < 0.02, (
-        f"best_of_stage_2 is not {best_of_stage_2!r}: with very many ranks only 2 bytes a parameter are left of 16"
+        f"best_of_stage_2 is not {best_of_stage_2!r}: with very many ranks only 2 bytes per parameter are left of 16"
     )

@@ -37,7 +37,7 @@ def check() -> None:
                 span = layout.span(i)
                 where = f"tensors of {sizes} elements, rank {rank} of {world}, tensor {i}"
                 assert isinstance(span, tuple) and [type(end) for end in span] == [int, int], (
-                    f"{where}: return two whole numbers, as a tuple, not {span}"
+                    f"{where}: return two integers, as a tuple, not {span}"
                 )
                 assert 0 <= span[0] <= span[1] <= size, f"{where}: {span} is not in order, between 0 and {size}"
                 owned = [element for element in range(size) if layout.starts[i] + element in mine]

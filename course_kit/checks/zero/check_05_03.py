@@ -1,4 +1,4 @@
-"""Check of exercise 05.3: two steps of stage 1 by hand against one process, with what they send and keep."""
+"""Check of exercise 05.3: two steps of stage 1 by hand against one process, with their traffic and states."""
 
 from __future__ import annotations
 

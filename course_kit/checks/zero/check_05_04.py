@@ -1,4 +1,4 @@
-"""Check of exercise 05.4: the norm of a gradient whose parts are on many ranks."""
+"""Check of exercise 05.4: the norm of a gradient whose shards are on many ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from course_lib.zero import shards
 def norm_trial(
     group: dist.ProcessGroup, half: dist.ProcessGroup, dtype: torch.dtype
 ) -> tuple[torch.Tensor, list[int], Traffic, float]:
-    """Return the norm of 4 tensors, two sharded over the group, one over half of it, one whole; which of them have
+    """Return the norm of 4 tensors, two sharded over the group, one over half of it, one replicated; which of them have
     changed; what was sent; and the expected norm.
     """
     rank, world = dist.get_rank(group), dist.get_world_size(group)
@@ -31,7 +31,7 @@ def norm_trial(
 
 
 def norms_on_ranks(*dtypes: torch.dtype) -> list[tuple]:
-    """Return what norm_trial returns on this rank, for each dtype."""
+    """Return the results of norm_trial on this rank, for each dtype."""
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     return [norm_trial(world(), halves[dist.get_rank() // 2], dtype) for dtype in dtypes]
 
@@ -52,10 +52,10 @@ def check() -> None:
             )
             assert abs(norm.item() / expected - 1) < 1e-5, (
                 f"{where}: the norm is {expected:.4f}, not {norm:.4f}. Squares add up over the ranks of a "
-                "tensor's group, norms do not; what is whole (None) counts once; float32 throughout"
+                "tensor's group, norms do not; an unsharded tensor (None) counts once; float32 throughout"
             )
             assert traffic.calls == 2, f"{where}: {traffic.calls} collectives; one for each of two groups is enough"
-            assert traffic.bytes <= 10, f"{where}: {traffic.bytes} bytes sent: send one float32 number for each group"
+            assert traffic.bytes <= 10, f"{where}: {traffic.bytes} bytes sent: send one float32 element per group"
     try:
         shards.global_norm([(torch.ones(3, device="meta"), None)])
     except RuntimeError as error:  # tensors on the meta device have no values to read

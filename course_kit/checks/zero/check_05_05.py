@@ -1,4 +1,4 @@
-"""Check of exercise 05.5: what the ranks of a run have clipped by."""
+"""Check of exercise 05.5: the norm that the ranks of a run clip by."""
 
 from __future__ import annotations
 

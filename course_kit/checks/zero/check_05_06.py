@@ -69,7 +69,7 @@ def check() -> None:
             "nothing else may refer to it"
         )
         assert returns_work, f"{where}: send() returns the work, to wait for later: async_op=True"
-        assert waits == 0, f"{where}: send() waits; backward should go on meanwhile"
+        assert waits == 0, f"{where}: send() waits; backward should continue"
         bytes_sent = [record.collective for record in traffic.records]
         assert bytes_sent == ["reduce_scatter"], (
             f"{where}: send() sends by {bytes_sent}; one reduce-scatter, nothing else"

@@ -49,7 +49,7 @@ def check_in_turn() -> None:
 
 
 def check() -> None:
-    """Assert the turns, further buffers where none is being sent, and buckets that were collected already."""
+    """Assert the turns, further buffers if none is being sent, and buckets that were collected already."""
     check_in_turn()
     pool = BufferPool(10, torch.zeros(0, dtype=torch.bfloat16))
     try:

@@ -1,4 +1,4 @@
-"""Check of exercise 05.8: two steps of `ZeroOptimizer` against one process, and the order of what happens in a step."""
+"""Check of exercise 05.8: two steps of `ZeroOptimizer` against one process, and the order of events in a step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def note_calls(zero: ZeroOptimizer, log: list[Event]) -> None:
             method = getattr(shard, name)
 
             def noted(*args, name=name, number=number, shard=shard, method=method):
-                if name != "wait" or shard.work is not None and log[-1:] != [("set_grad", number)]:  # not in set_grad
+                if name != "wait" or shard.work is not None and log[-1:] != [("set_grad", number)]:  # not take's wait
                     log.append((name, number))
                 return method(*args)
 
@@ -75,7 +75,7 @@ def zero_trial(
 
 
 def check_order(where: str, order: list[Event], buckets: int, as_module: bool) -> None:
-    """Assert the order of a step: all gradients, one update, gathers from the last bucket on, and who waits."""
+    """Assert the order of a step: all gradients, one update, gathers from the last bucket on, and the waits."""
     events = [f"{name} {k}" for name, k in order]
     shown, rest = ", ".join(events), ", ".join(word for word in events if not word.startswith("set_grad"))
     work = [event for event in order if event[0] != "wait"]

@@ -19,7 +19,7 @@ from course_lib.zero.shards import FlatLayout
 
 
 def as_bytes(shard: torch.Tensor) -> torch.Tensor:
-    """Encode a shard as the bytes of its BF16 values, as an FP8 encoding would come."""
+    """Encode a shard as the bytes of its BF16 values, as an FP8 encoding would."""
     return shard.bfloat16().view(torch.uint8)
 
 
@@ -119,7 +119,7 @@ def check() -> None:
                     f"{where}: gathered, freed, gathered again: no memory. free() unsets self.gathered"
                 )
                 assert torch.equal(result["values"], result["expected"]), (
-                    f"{where}: the gathered values are not all ranks' shards"
+                    f"{where}: the gathered values differ from the shards'"
                 )
                 assert torch.equal(result["gradient"], result["reference"]), (
                     f"{where}: backward has not found the right weights"

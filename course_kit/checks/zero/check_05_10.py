@@ -1,4 +1,4 @@
-"""Check of exercise 05.10: what a step of stage 3 sends, on a model with eight units."""
+"""Check of exercise 05.10: the traffic of a step of stage 3, on a model with eight units."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check of exercise 05.11: what happens when a unit's backward begins, in a log and in two steps of stage 3."""
+"""Check of exercise 05.11: the events when a unit's backward begins, in a log and in two steps of stage 3."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CASES = (3, 1, UNTIED), (4, 2, UNTIED), (2, 2, ONE_LAYER)
 
 
 class Noting(FSDPUnit):
-    """A unit that notes what is done with it."""
+    """A unit that notes the calls of its methods."""
 
     def __init__(self, name: int | str, log: list[str]):
         super().__init__([nn.Identity()], [])
@@ -51,7 +51,7 @@ class Noting(FSDPUnit):
 
 
 def backward_log(order: list[int], executed: tuple[int, ...] = (0, 1, 2)) -> tuple[list[str], list]:
-    """Return what happens to units 0, 1, 2 when their backwards begin in this order, and the units in self.unreduced.
+    """Return the events of units 0, 1, 2 when their backwards begin in this order, and the units in self.unreduced.
 
     ran: the units of the last forward, in order.
     """
@@ -88,14 +88,12 @@ def check_log() -> None:
         assert log.index(f"wait {unit}") < log.index(f"free {unit}"), (
             f"unit {unit} is sent when its own backward begins: {log}"
         )
-        assert log.index(f"reduce {unit}") < log.index(f"wait {unit - 1}"), f"send what is over before you wait: {log}"
+        assert log.index(f"reduce {unit}") < log.index(f"wait {unit - 1}"), f"send what is ready before you wait: {log}"
         assert log.index(f"gather {unit - 1}") < log.index(f"wait {unit}"), (
-            f"no prefetch: unit {unit - 1} should be on its way when unit {unit} computes: {log}"
+            f"no prefetch: unit {unit - 1} should be in flight when unit {unit} computes: {log}"
         )
     assert log.index("free 2") < log.index("gather 0"), f"unit 2's memory is free before unit 0 claims its own: {log}"
-    assert log.count("gather 2") == 1, (
-        f"unit 2 is gathered once; nothing comes before unit 0 in self.forward_order: {log}"
-    )
+    assert log.count("gather 2") == 1, f"unit 2 is gathered once; nothing precedes unit 0 in self.forward_order: {log}"
     log, _ = backward_log([2, 1], executed=(0, 1))
     assert log[:2] == ["gather 2", "wait 2"], (
         f"unit 2 is not in self.forward_order, so there is nothing to prefetch: {log}"
@@ -109,7 +107,7 @@ def stage_3_trial(
     steps: int = 2,
     max_norm: float = 0.4,
 ) -> tuple:
-    """Return full weights, norms, the last step's traffic, the most units that are whole at a time, the bytes kept,
+    """Return full weights, norms, the last step's traffic, the most units unsharded at a time, the bytes kept,
     and the transfers that are never waited for, of this rank. Results of transfers are late.
     """
     with torch.device("meta"):
@@ -164,7 +162,7 @@ def check() -> None:
                 assert config.tied or calls == 9 * micro_batches, (
                     f"{where}: {calls} all-gathers; 5 units make 9 for each micro-batch"
                 )
-                assert full <= 2, f"{where}: {full} units are whole at a time; two are enough"
+                assert full <= 2, f"{where}: {full} units are unsharded at a time; two are enough"
                 assert config.tied or saved < 1.05 * 12 * elements / n + 1000, (
                     f"{where}: {saved:,} bytes kept between steps; 1/{n} is {12 * elements // n:,}"
                 )

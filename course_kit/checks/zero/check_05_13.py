@@ -1,4 +1,4 @@
-"""Check of exercise 05.13: by how many percent an arena must be larger than what is alive at once."""
+"""Check of exercise 05.13: by how many percent an arena must be larger than the memory alive at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check of exercise 05.14: the time of a unit's all-gather over the time of its forward."""
+"""Check of exercise 05.14: the ratio of a unit's all-gather time to its forward time."""
 
 from __future__ import annotations
 

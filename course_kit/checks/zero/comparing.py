@@ -1,4 +1,4 @@
-"""References of several checks of notebook 05, and the questions to ranks: one process, cases in groups of ranks."""
+"""References for several checks of notebook 05: one process, and cases in groups of ranks."""
 
 from __future__ import annotations
 

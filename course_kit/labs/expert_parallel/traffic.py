@@ -65,7 +65,7 @@ def random_routing(experts: int, hidden: int, tokens: int, k: int, limit: int | 
 def gathered(
     x: torch.Tensor, gates: torch.Tensor, choices: int, group: dist.ProcessGroup, compute: Callable
 ) -> torch.Tensor:
-    """Return what `dispatch_and_combine` does, by an all-gather of all tokens and a reduce-scatter of all sums."""
+    """Return the result of `dispatch_and_combine`, by an all-gather of all tokens and a reduce-scatter of all sums."""
     rows, all_gates = (gather_sequence(each[None], group)[0] for each in (x, gates))
     local_gates = cut(all_gates, group, 1)
     out = compute(rows, local_gates, int((local_gates != 0).sum()))
@@ -75,7 +75,7 @@ def gathered(
 def compare_dispatch(
     hidden: int = 256, ffn: int = 176, tokens: int = 512, repeats: int = 9
 ) -> tuple[dict[str, np.ndarray], dict[str, int], float]:
-    """On a rank: milliseconds of each round and bytes sent, by way, and how far the results are apart."""
+    """On a rank: milliseconds of each repeat and bytes sent, by way, and how far the results are apart."""
     torch.set_num_threads(1)
     group, results, bytes_sent = world(), {}, {}
     times: list[list[float]] = []
@@ -107,7 +107,7 @@ def compare_dispatch(
 
 
 class AlreadyDone:
-    """Stands for a transfer that has been waited for."""
+    """A placeholder for a transfer that has been waited for."""
 
     def wait(self) -> bool:
         return True

@@ -1,4 +1,4 @@
-"""Labs of notebook 10: small models in any layout against one process, what ranks hold and send, jobs that hang."""
+"""Labs of notebook 10: small models in any layout against one process, memory and traffic of ranks, jobs that hang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Labs of notebook 14b: errors of 8 bits, what kernels cost, training by recipes, ranks, and layers with a fault."""
+"""Labs of notebook 14b: errors of 8 bits, costs of kernels, training by recipes, ranks, and layers with a fault."""
 
 from __future__ import annotations
 

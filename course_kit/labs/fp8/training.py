@@ -128,7 +128,7 @@ def spike_curve(
 
 
 def spike_gaps(ways: dict[str, Casts]) -> dict[str, list[float]]:
-    """Train in BF16, then continue in FP8 with a spike in one step; return the losses less BF16's losses by `ways`."""
+    """Train in BF16, then continue in FP8 with a spike in one step; return the losses minus BF16's, by `ways`."""
     model, text = Transformer(PRESETS["debug"]), TokenBatches(tokens(), batch=8, seq=32)
     for block in transformer_blocks(model):
         override(block.mlp, activation=SpikingSwiglu())

@@ -59,7 +59,7 @@ class Timed(PipelineRunner):
 
     def run(self, action: Action, step: Step) -> None:
         wait_recv, key = step.p2p.wait_recv, ("F" if action.kind == "F" else "B", *action[1:])
-        if key in step.p2p.incoming:  # wait here, outside of the time that is noted
+        if key in step.p2p.incoming:  # wait here, outside of the recorded time
             step.p2p.incoming[key] = None, wait_recv(*key)
         start = time.time()
         super().run(action, step)

@@ -57,7 +57,7 @@ def two_ways(stage: nn.Module, x: torch.Tensor) -> TwoWays:
 
 
 def flops_of_halves(stage: nn.Module, x: torch.Tensor) -> tuple[float, float]:
-    """Return the FLOPs of I and of W over the FLOPs of B."""
+    """Return the FLOPs of I and of W, relative to B's."""
     of_b, of_i, of_w = two_ways(stage, x).flops
     return of_i / of_b, of_w / of_b
 

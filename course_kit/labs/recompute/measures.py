@@ -176,7 +176,7 @@ def accumulation_speed(tokens: torch.Tensor, repeats: int = 3) -> dict[int, floa
 def buffer_errors(tokens: torch.Tensor, counts: list[int]) -> dict[str, list[float]]:
     """Return the relative errors of a sum of BF16 gradients in a BF16 and in an FP32 buffer, after `counts` gradients.
 
-    Each gradient belongs to one sequence of 64 tokens; the exact sum is the sum of the same gradients in float64.
+    Each gradient belongs to one sequence of 64 tokens; the exact sum is of the same gradients in float64.
     """
     half, singles = Transformer(PRESETS["debug"]).bfloat16(), TokenBatches(tokens, 1, 64)
     exact = [torch.zeros(p.shape, dtype=torch.float64) for p in half.parameters()]
@@ -199,7 +199,7 @@ def buffer_errors(tokens: torch.Tensor, counts: list[int]) -> dict[str, list[flo
 
 
 def grad_dtype_rows(tokens: torch.Tensor) -> list[tuple[str, float, bool]]:
-    """Compare the gradients that PyTorch keeps in FP32 (grad_dtype) with the gradients of `fp32_gradients`.
+    """Compare the gradients that PyTorch keeps in FP32 (grad_dtype) with `fp32_gradients`'.
 
     Returns, by parameter, its name, their relative difference, and True if PyTorch's gradient rounded to BF16 equals
     the other.
@@ -225,7 +225,7 @@ def pytorch(reentrant: bool, function: Callable, *args):
 class CheckpointRow(TypedDict):
     """Measurements of one checkpoint function."""
 
-    equal: bool  # all gradients have the bits of those without a checkpoint
+    equal: bool  # all gradients have the same bits as without a checkpoint
     saved_mib: float  # MiB saved for backward
     gflop: float
     ms: list[float]

@@ -31,7 +31,7 @@ def split_model(
     config: ModelConfig, group: dist.ProcessGroup, sequence_parallel: bool = True, meta: bool = False, **options
 ) -> Transformer:
     """Return a tensor-parallel model of `config` for seed 0, by default with sequence parallelism. meta: on the meta
-    device first; options: passed to apply_sequence_parallel. Collective.
+    device first; options: for apply_sequence_parallel. Collective.
     """
     with torch.device("meta" if meta else "cpu"):
         model = Transformer(config)

@@ -59,7 +59,7 @@ def sgd(parameters: Iterable[nn.Parameter], lr: float = 0.5) -> torch.optim.Opti
 
 
 def split_model(config: ModelConfig, group: dist.ProcessGroup | None, meta: bool = False, **options) -> Transformer:
-    """Return a model of `config` for seed 0, split over the group. meta: on the meta device first; options: those of
+    """Return a model of `config` for seed 0, split over the group. meta: on the meta device first; options: for
     apply_tensor_parallel. Collective.
     """
     if not meta:

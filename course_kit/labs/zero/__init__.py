@@ -1,4 +1,4 @@
-"""Labs of notebook 05: what ranks keep and send, clipping by three norms, timelines, rivals, and replayed arenas."""
+"""Labs of notebook 05: memory and traffic of ranks, clipping by three norms, timelines, rivals, and replayed arenas."""
 
 from __future__ import annotations
 

@@ -24,8 +24,7 @@ State = dict[str, torch.Tensor]
 
 
 def sent_by_hand(config: ModelConfig = TINY) -> tuple[int, int]:
-    """Return the bytes that this rank sends in a step of stage 1 by hand, and the bytes of an all-reduce of its
-    gradients.
+    """Return the bytes that this rank sends in a step of stage 1 by hand, and in an all-reduce of its gradients.
 
     The second is the formula of notebook 04, with float32 gradients.
     """
