@@ -76,7 +76,7 @@ class VocabParallelCrossEntropy(OnceDifferentiable):
 
     @staticmethod
     def forward(ctx, logits: torch.Tensor, targets: torch.Tensor, shard: TensorShard) -> torch.Tensor:
-        """Return the loss of each token, [n], in float32, the same on all ranks. Sends three numbers per token, in two
+        """Return the loss of each token, [n], in float32, the same on all ranks. Sends three elements per token, in two
         all-reduces.
 
         logits: [n, v/N], local, not changed; targets: [n], token ids of the full vocabulary. An IGNORED target is on no

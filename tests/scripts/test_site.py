@@ -114,7 +114,7 @@ def test_no_page_has_a_broken_link_or_picture_or_an_error_or_is_too_wide_for_a_p
     WebDriverWait(driver, PATIENCE_S).until(lambda _: driver.current_url == f"{address}docs/index.html")
 
 
-FIGURE = "# Figure: four tensors end to end in a flat buffer, cut into four equal pieces"
+FIGURE = "# Figure: four tensors end to end in a flat buffer, cut into four equal shards"
 
 
 @needs_browser
