@@ -143,7 +143,7 @@ def gather_key_gradients(
 
     k_tile, v_tile: the keys from first_key on, and their values. q_rows, grad_rows: pointers to the head's first query
     and its gradient of out; q_row, grad_row: their strides, elements from one row to the next; lse_rows (natural),
-    delta_rows: pointers to its first numbers. Offsets may need 64 bits.
+    delta_rows: pointers to its first elements. Offsets may need 64 bits.
 
     Scores are worked out transposed, [BLOCK_K, BLOCK_Q]: so both sums take them as they are in registers. Queries past
     the end need no mask: their rows of q and of out's gradient are 0, and with them their part of either sum. Causal:

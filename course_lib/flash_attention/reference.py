@@ -111,7 +111,7 @@ def online_step(
     exp(score - highest) so far; out: [..., q, d], the same sum with each term times its value: not yet divided.
     scores: [..., q, k], of the tile, scaled, -inf where masked; values: [..., k, d]. A row may be masked throughout:
     its total and out are 0, not NaN. All but values are float32 (float64 for float64), and so is what comes back. The
-    exponentials are rounded to the dtype of the values for the product only; total sums them unrounded.
+    exponentials are rounded to the dtype of the values for the matmul only; total sums them unrounded.
     """
     higher = torch.maximum(highest, scores.amax(-1))
     base = higher.masked_fill(higher == -math.inf, 0.0)  # nothing but -inf so far: exp(-inf - 0) is 0, not NaN

@@ -44,7 +44,7 @@ class Linear(torch.autograd.Function):
     def backward(ctx, gradient: torch.Tensor) -> tuple:
         """Return the gradients of x, weight and bias, each None where it is not asked for; gradient: [..., out].
 
-        Under autocast gradient and x are BF16, and the weight is float32: products are in the gradient's dtype.
+        Under autocast gradient and x are BF16, and the weight is float32: matmuls are in the gradient's dtype.
         """
         x, weight = ctx.saved_tensors
         rows = gradient.flatten(0, -2)

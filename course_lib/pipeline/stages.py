@@ -85,7 +85,7 @@ class StagePass:
 
         x: tokens [b, s] or hidden states [b, s, h]; args: the stage's other arguments, for self.run. Sets `self.out`,
         the values of output_fn(self.run(stage, *args)) without a graph, and `self.edge`, their position in the graph
-        (None if they need no gradient). A leaf of floating-point numbers requires a gradient, tokens do not.
+        (None if they need no gradient). A floating-point leaf requires a gradient, tokens do not.
         """
         self.x = x.detach().requires_grad_(x.is_floating_point())
         out = output_fn(self.run(stage, *args))

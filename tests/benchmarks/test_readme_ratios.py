@@ -140,7 +140,7 @@ def test_notebook_13_says_how_fast_each_kernel_was():
     labels = {
         "plain": "plain: notebook's own, `cp.async`",
         "hopper, overlapped": "TMA, overlapped",
-        "hopper, specialised": "TMA, specialised, 128 keys",
+        "hopper, specialised": "TMA, specialized, 128 keys",
         "SDPA flash": "PyTorch's FlashAttention-2",
         "cuDNN": "cuDNN",
     }
