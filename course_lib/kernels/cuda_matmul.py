@@ -30,7 +30,7 @@ from course_lib.kernels.cpp import CUDA_HEADERS, STABLE_HEADERS, build_operators
 
 NAIVE = r"""
 extern "C" __global__ void naive(const float* a, const float* b, float* c, int m, int n, int k) {
-    const int row = blockIdx.x * 32 + threadIdx.x;  // neighbouring threads, neighbouring rows: far apart in memory
+    const int row = blockIdx.x * 32 + threadIdx.x;  // neighboring threads, neighboring rows: far apart in memory
     const int column = blockIdx.y * 32 + threadIdx.y;
     if (row < m && column < n) {
         float sum = 0;
@@ -43,7 +43,7 @@ extern "C" __global__ void naive(const float* a, const float* b, float* c, int m
 COALESCED = r"""
 extern "C" __global__ void coalesced(const float* a, const float* b, float* c, int m, int n, int k) {
     const int row = blockIdx.x * 32 + threadIdx.x / 32;
-    const int column = blockIdx.y * 32 + threadIdx.x % 32;  // neighbouring threads, neighbouring columns
+    const int column = blockIdx.y * 32 + threadIdx.x % 32;  // neighboring threads, neighboring columns
     if (row < m && column < n) {
         float sum = 0;
         for (int i = 0; i < k; i++)
@@ -73,8 +73,8 @@ extern "C" __global__ void tiled(const float* a, const float* b, float* c, int m
 """
 
 COARSENED = r"""
-// Where output i, of 8, of thread `place`, of 16, lies among 128: in two groups of 4 neighbours, so that a group is one
-// load of 16 bytes, and the groups of neighbouring threads lie side by side, in different banks.
+// Where output i, of 8, of thread `place`, of 16, lies among 128: in two groups of 4 neighbors, so that a group is one
+// load of 16 bytes, and the groups of neighboring threads lie side by side, in different banks.
 __device__ int offset(int place, int i) {
     return i / 4 * 64 + place * 4 + i % 4;
 }
