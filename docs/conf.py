@@ -1,4 +1,4 @@
-"""The site, `make site`: the repository's own files where they stand (notebooks, docs/), with the outputs they have."""
+"""The site, `make site`: built from the repository's files in place (notebooks, docs/), with their saved outputs."""
 
 import os
 import sys
@@ -11,7 +11,7 @@ sys.path[:0] = [str(DOCS), str(DOCS.parent), str(DOCS.parent / "scripts")]
 # knows it, and one without it has no launch buttons.
 REPOSITORY = os.environ.get("REPOSITORY", "")
 
-# A page shows the help of a program: of this Python, and this wide.
+# Pages that show a program's help run it with this Python, at this width.
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 os.environ["COLUMNS"] = "100"
 

@@ -1,4 +1,4 @@
-"""Docstrings as the reference shows them: plain text, in which an indented block is code and a star is a star."""
+"""Docstrings as the reference shows them: plain text, with indented blocks as code and stars kept literally."""
 
 
 def read_plainly(app, what, name, obj, options, lines: list[str]) -> None:

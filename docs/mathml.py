@@ -9,7 +9,7 @@ LOG = logging.getLogger(__name__)
 
 
 def draw(as_block: bool):
-    """A visitor that writes a formula's MathML. Where it cannot be read, a warning names the page and the line."""
+    """Write a formula's MathML. If the formula cannot be parsed, a warning names the page and the line."""
 
     def visit(translator, node) -> None:
         try:

@@ -1,7 +1,7 @@
 """The tables of “Measurements”, from benchmarks/results/: a section for each file, with its machine and date.
 
-Of a file these are shown: runs in pairs (ours, theirs, their ratio, its spread, and the spread of theirs against
-itself, which is the noise), medians with their spread, times of kernels side by side, and whatever else is one number.
+For each file: paired runs (ours, theirs, their ratio, its spread, and the spread of theirs against itself, which is
+the noise), medians with their spread, kernel times side by side, and all other single numbers.
 Curves and other lists of numbers stay in the file.
 """
 
@@ -25,7 +25,7 @@ UNITS = {"_tflop_per_s": "TFLOP/s", "_gb_per_s": "GB/s", "_ms": "ms", "_mib": "M
 
 
 def shown(value) -> str:
-    """A value as a reader wants it: three digits, and never one number in another's notation."""
+    """Format a value for a table: three digits, all numbers in the same notation."""
     if value is None or value == "":
         return ""
     if isinstance(value, bool):
@@ -48,7 +48,7 @@ def title(key: str) -> str:
 
 
 def titled(values: dict) -> dict:
-    """What a dictionary holds besides dictionaries and lists, below its titles."""
+    """Return the scalar entries of a dictionary, by column title."""
     numbers = {key: value for key, value in values.items() if not isinstance(value, dict | list)}
     if "peak_memory" in numbers:
         numbers["peak_mib"] = numbers.pop("peak_memory") / 2**20
@@ -56,7 +56,7 @@ def titled(values: dict) -> dict:
 
 
 def table(rows: list[dict]) -> str:
-    """Rows as a table, whose columns are all that occur; turned round where there are more of these than fit."""
+    """Return rows as a table with every column that occurs; transposed if the columns do not fit."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
     lines = [columns] + [[shown(row.get(column)) for column in columns] for row in rows]
     if columns[0] == "":
@@ -70,7 +70,7 @@ def table(rows: list[dict]) -> str:
 
 
 def tables(name: str, rows: list[dict]) -> str:
-    """The table of these rows, behind a click where it is long or beside the point: then one a set of columns."""
+    """Return the table of these rows; one collapsed table per set of columns if it is long or secondary."""
     summary = f"{name}: {len(rows)} row{'s' if len(rows) > 1 else ''}"
     if name != OTHER:
         return table(rows) if len(rows) <= LONG else folded(summary, table(rows))
@@ -85,7 +85,7 @@ def folded(summary: str, text: str) -> str:
 
 
 def leaves(value: dict, path: tuple[str, ...] = ()):
-    """Every dictionary below, with the keys that lead to it."""
+    """Yield every nested dictionary, with its path of keys."""
     for key, each in value.items():
         if isinstance(each, dict):
             yield (*path, key.replace("_", " ")), each
@@ -93,7 +93,7 @@ def leaves(value: dict, path: tuple[str, ...] = ()):
 
 
 def spread(least, most) -> str:
-    """Both, held together on one line: a no-break space alone does not do it behind a dash."""
+    """Return both bounds as one unbreakable range: after a dash, a no-break space alone does not prevent a break."""
     return f"{least}\u00a0–\u2060\u00a0{most}"
 
 
@@ -103,7 +103,7 @@ def ratios(run: dict) -> str:
 
 
 def place(path: tuple[str, ...]) -> dict:
-    """The first two columns of a row: where in the file it stands."""
+    """Return the first two columns of a row: its position in the file."""
     return {"": " · ".join(path[:-1]) or path[-1], " ": path[-1] if path[:-1] else ""}
 
 
@@ -123,7 +123,7 @@ def paired(path: tuple[str, ...], run: dict, runs: dict) -> dict:
 
 
 def side_by_side(row: dict) -> dict:
-    """A kernel's row: milliseconds of each column, and behind the others' times ours over theirs; or its MiB."""
+    """Return a kernel's row: milliseconds per column, each rival's time followed by the ratio of ours to it; or MiB."""
     where = {"kernel": row["kernel"], "size": row["size"].replace(" x ", "\u00a0x\u00a0"), "pass": row["pass"]}
     if "mib" in row:
         return where | {f"{name}, MiB": mib for name, mib in row["mib"].items()}
@@ -160,7 +160,7 @@ def file_tables(figures: dict) -> list[str]:
 
 
 def jobs(path: Path) -> tuple[dict, list[str]]:
-    """Machine and tables of a log of `make gpu`: how its jobs ended."""
+    """Return the machine and the tables of a `make gpu` log: how its jobs ended."""
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     about = next(line["row"] for line in lines if line["job"] == "machine" and "row" in line)
     ended = [line for line in lines if "outcome" in line]
@@ -176,7 +176,7 @@ def jobs(path: Path) -> tuple[dict, list[str]]:
 
 
 def read(path: Path) -> tuple[dict, list[str]]:
-    """What a file says of itself (machine, date and other settings), and its tables."""
+    """Return a file's metadata (machine, date and other settings) and its tables."""
     if path.suffix == ".jsonl":
         return jobs(path)
     if path.suffix == ".csv":
@@ -192,7 +192,7 @@ def read(path: Path) -> tuple[dict, list[str]]:
 
 @functools.cache
 def docstrings() -> dict[str, str]:
-    """What each script that measures says of itself."""
+    """Return the docstring of each script that measures."""
     scripts = [*sorted((ROOT / "benchmarks").glob("*.py")), ROOT / "course_kit" / "sweep" / "__init__.py"]
     return {
         str(path.relative_to(ROOT)): ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
@@ -201,7 +201,7 @@ def docstrings() -> dict[str, str]:
 
 
 def script(stem: str) -> tuple[str, str]:
-    """Path and docstring of what writes the results of this name."""
+    """Return the path and the docstring of the script that writes these results."""
     for path, text in docstrings().items():
         if f"/{stem}.py" in path or f"/{stem}/" in path or f"results/{stem}_" in text:
             return path, text
@@ -209,7 +209,7 @@ def script(stem: str) -> tuple[str, str]:
 
 
 def section(path: Path) -> tuple[str, str, str]:
-    """Machine, name and text of a file's section."""
+    """Return the machine, name and text of a file's section."""
     stem = re.sub(r"_[^_]+$", "", path.stem) if "_" in path.stem else path.stem
     try:
         about, tables = read(path)

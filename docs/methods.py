@@ -1,7 +1,7 @@
 """Two drawings of the cheatsheet: the course's map, and all methods on one page, by what they save and what they cost.
 
-Names and words come from CHEATSHEET.md, and so from the notebooks' recaps. methods.csv says of each method, in a word
-or two, what it saves and costs.
+Names and descriptions come from CHEATSHEET.md, which is collected from the notebooks' recaps. methods.csv gives, in a
+word or two, what each method saves and costs.
 """
 
 import csv
@@ -38,7 +38,7 @@ COSTS = {
 }
 
 
-# The drawing's columns. A method that divides the whole state of the model stands there once.
+# The drawing's columns. A method that shards all model states is listed there once.
 COLUMNS = {"weights, gradients, states": {"weights", "gradients", "states"}} | {
     title: {word} for word, title in SAVES.items() if word not in ("weights", "gradients", "states")
 }
@@ -46,7 +46,7 @@ COLUMNS = {"weights, gradients, states": {"weights", "gradients", "states"}} | {
 
 @dataclass
 class Method:
-    """A row of the cheatsheet. `saves` and `costs` are words of SAVES and COSTS, the first the one that counts most."""
+    """A row of the cheatsheet. `saves` and `costs` hold keys of SAVES and COSTS, the most important first."""
 
     name: str
     text: str
@@ -57,14 +57,14 @@ class Method:
     on_map: bool
 
     def link(self, root: str) -> str:
-        """The name, which leads to its notebook, with the notebook's number. `root`: from the page to the site's."""
+        """Return the name as a link to its notebook, with its number. root: path from the page to the site's root."""
         name = escape(self.name.replace("\\", ""))
         page = f"{root}notebooks/{self.notebook}.html"
         return f'<a href="{page}" title="{escape(self.text)}">{name}<small>{self.chapter}</small></a>'
 
 
 def methods(sheet: Path = SHEET, classes: Path = CLASSES) -> list[Method]:
-    """The methods in the order of the course. ExtensionError where the sheet and the classes do not go together."""
+    """The methods in the order of the course. Raises ExtensionError if CHEATSHEET.md and methods.csv disagree."""
     with classes.open(encoding="utf-8", newline="") as file:
         classed = {row["method"]: row for row in csv.DictReader(file)}
     found = []
@@ -87,7 +87,7 @@ def methods(sheet: Path = SHEET, classes: Path = CLASSES) -> list[Method]:
 
 
 def course_map(found: list[Method], root: str) -> str:
-    """A table with a row for each technique of the map, and a mark where it saves or costs something."""
+    """Return a table with a row per technique and a mark for each thing that it saves or costs."""
     costs = {word: title for word, title in COSTS.items() if word}
     lines = ['<div class="course-map"><table>']
     lines.append(f'<thead><tr><td></td><th colspan="{len(SAVES)}">saves</th><th colspan="{len(costs)}">costs</th></tr>')
@@ -102,12 +102,12 @@ def course_map(found: list[Method], root: str) -> str:
 
 
 def mark(kind: str, title: str, there: bool) -> str:
-    """A field of the map."""
+    """Return a cell of the map."""
     return f'<td class="{kind}"><i title="{kind} {title}"></i></td>' if there else "<td></td>"
 
 
 def drawing(found: list[Method], root: str) -> str:
-    """All methods in a grid: a column for what they save, a row for what they cost most."""
+    """Return all methods in a grid: a column per saving, a row per main cost."""
     lines = ['<div class="methods-drawing">', "<div><b>saves</b> →<br><b>costs</b> ↓</div>"]
     lines += [f'<div class="saved">{title}</div>' for title in COLUMNS]
     for cost, cost_title in COSTS.items():

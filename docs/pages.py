@@ -1,7 +1,7 @@
-"""What Sphinx puts into pages when it reads or writes them. The files stay as they are.
+"""Content that Sphinx adds to pages when it reads or writes them. The source files do not change.
 
-A line `<!-- NAME -->` of a page becomes what GENERATED makes of that name. The cheatsheet gets its drawing and a field
-to search in, and a notebook's page a link to the glossary where it first uses one of its words.
+A line `<!-- NAME -->` of a page is replaced by GENERATED's text for that name. The cheatsheet gets its drawing and a
+search field; a notebook's page links the first use of each glossary term to the glossary.
 """
 
 import re
@@ -25,8 +25,8 @@ sys.path.insert(0, os.path.abspath(".."))
 
 
 def colab(app) -> str:
-    """How to begin in Colab, if the site knows where the course's repository is."""
-    app.env.note_reread()  # it is no file that this depends on
+    """Return the instructions for Colab if the URL of the course's repository is known."""
+    app.env.note_reread()  # the page depends on no file for it
     repository = app.config.html_theme_options.get("repository_url")
     return COLAB.format(repository=repository) if repository else ""
 
@@ -43,7 +43,7 @@ NOT_LINKED = (nodes.title, nodes.reference, nodes.literal, nodes.literal_block, 
 
 
 def fill(app, docname: str, content: list[str]) -> None:
-    """Put into a page's text what is generated for it, and note the files that it depends on."""
+    """Insert the generated content into a page's text, and record the files that the page depends on."""
 
     def made(found: re.Match) -> str:
         make, sources = GENERATED[found[1]]
@@ -62,7 +62,7 @@ def fill(app, docname: str, content: list[str]) -> None:
 
 
 def entries() -> list[tuple[list[str], str]]:
-    """The glossary's entries: the words of each, and the notebook that teaches it."""
+    """Return the glossary's entries: the terms of each, and the notebook that teaches it."""
     found = []
     for lines in re.findall(r"^(?:(?!```)\S.*\n)+(?:  .*\n)+", (DOCS / "glossary.md").read_text("utf-8"), re.MULTILINE):
         words = [line for line in lines.splitlines() if not line.startswith(" ")]
@@ -72,17 +72,17 @@ def entries() -> list[tuple[list[str], str]]:
 
 
 def pattern(word: str) -> str:
-    """A word of the glossary as it may stand in a text: in the plural, with a capital, over the end of a line."""
+    """Return a regex for a glossary term in running text: plural, capitalized, or across a line break."""
     start = f"[{word[0]}{word[0].upper()}]" if word.islower() else re.escape(word[0])
     rest = r"\s+".join(re.escape(part) for part in word[1:].split(" "))
     return rf"({start}{rest}(?:s|es)?)"
 
 
 def link_words(app, doctree: nodes.document, docname: str) -> None:
-    """Link the first occurrence of each word in a notebook's page.
+    """Link the first occurrence of each term in a notebook's page.
 
-    Not a symbol of one letter, nor a word with a note in brackets before the notebook that teaches it: there it means
-    something else.
+    Symbols of one letter are skipped, and so are terms with a note in parentheses in earlier notebooks than the one
+    that teaches them: there they mean something else.
     """
     if not docname.startswith("notebooks/"):
         return

@@ -1,6 +1,6 @@
-"""How the site shows a notebook's cells. The notebook files stay as they are; this happens when Sphinx reads them.
+"""Transform a notebook's cells for the site when Sphinx reads them. The notebook files do not change.
 
-A solution is collapsed apart from its exercise, and so is the code of a figure; the bar says what it is.
+Solutions and the code of figures are collapsed, each behind a labeled bar.
 """
 
 import json
@@ -11,14 +11,14 @@ SOLUTION = re.compile(r"^[ ]*### BEGIN SOLUTION\n(.*?\n?)[ ]*### END SOLUTION\n?
 
 
 def folded(cell: dict, words: str, *more: str) -> dict:
-    """The cell behind a bar with these words, with more tags."""
+    """Return the cell, collapsed behind a bar with this label, with more tags."""
     tags = {*cell["metadata"].get("tags", []), TAG, *more}
     prompts = {"code_prompt_show": words, "code_prompt_hide": words}
     return cell | {"metadata": cell["metadata"] | {"tags": sorted(tags), "mystnb": prompts}}
 
 
 def shown(cell: dict) -> list[dict]:
-    """The cells that the site shows for a cell of a notebook."""
+    """Return the cells that the site shows for one notebook cell."""
     source = "".join(cell["source"])
     if cell["cell_type"] == "markdown":
         return [cell]

@@ -65,7 +65,7 @@ def rows_of_rank(tensor):  # this rank's sequences
 
 
 def prepare(way: str, model: nn.Module) -> tuple:
-    """Return the model and its optimizer, what a rank sees of a tensor [b, s], and what to call after backward."""
+    """Return the model, its optimizer, a function for a rank's shard of a [b, s], and one to call after backward."""
     if way == "tensor-parallel":  # each rank sees all of the batch, and has 1/n of these matrices
         for layer in model.layers:
             layer.up = ColumnParallelLinear(layer.up, dist.group.WORLD)
@@ -83,7 +83,7 @@ def prepare(way: str, model: nn.Module) -> tuple:
 
 
 def train(model, optimizer, shard=lambda tensor: tensor, after_backward=lambda: None, steps: int = 5) -> torch.Tensor:
-    """Train on the same batches in every way; returns the loss of each step, the mean over what this rank sees."""
+    """Train on the same batches for every method; return each step's loss, averaged over this rank's tokens."""
     losses = []
     for text in torch.randint(97, (steps, 8, 33), generator=torch.Generator().manual_seed(1)):
         tokens, positions, targets = map(shard, (text[:, :-1], torch.arange(32).expand(8, 32), text[:, 1:]))
@@ -97,7 +97,7 @@ def train(model, optimizer, shard=lambda tensor: tensor, after_backward=lambda: 
 
 
 def compare(way: str, recompute: bool) -> tuple[list[float], list[float]]:
-    """Return the losses of the ranks together, and one process's losses."""
+    """Return the losses of the ranks, averaged, and the losses of one process."""
     torch.manual_seed(0)
     model = copy.deepcopy(alone := Mine())
     if recompute:

@@ -31,7 +31,7 @@ def row_cells(line: str) -> list[str]:
 
 
 def table_rows(source: str) -> list[list[str]]:
-    """The rows below the head of the table in a recap. ExportError, which the caller completes, where it is wrong."""
+    """Return the body rows of a recap's table. Raises ExportError, which the caller completes, if it is malformed."""
     rows = [row_cells(line) for line in source.splitlines() if line.lstrip().startswith("|")]
     if len(rows) < 3:
         raise ExportError("holds no table, or one without a row")
@@ -44,7 +44,7 @@ def table_rows(source: str) -> list[list[str]]:
 
 
 def page(notebooks: Path) -> tuple[str, int]:
-    """The text of the page, and how many methods it lists."""
+    """Return the text of the page and the number of methods."""
     lines = []
     for path in sorted(notebooks.glob("*.ipynb")):
         link = f"[{chapter(path)}](notebooks/{path.name})"
@@ -59,7 +59,7 @@ def page(notebooks: Path) -> tuple[str, int]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write the page. 0: written; 2: not, one line says why."""
+    """Write the page. Returns 0, or 2 after printing why it could not be written."""
     if sys.argv[1:] if argv is None else argv:
         print("usage: python scripts/cheatsheet.py", file=sys.stderr)
         return 2

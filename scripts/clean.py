@@ -1,8 +1,8 @@
-"""Clean notebooks, so that a diff shows what was changed and nothing else: python scripts/clean.py [NOTEBOOK ...]
+"""Clean notebooks, so that a diff shows only what was changed: python scripts/clean.py [NOTEBOOK ...]
 
-Without a name, all of notebooks/. Of a notebook's metadata `course` stays, and what names the kernel, in the words in
-which JupyterLab writes it; of a cell's, the keys in KEPT. Execution counts go, and with them the outputs' metadata and
-the addresses that Python prints of objects.
+Without a name, all of notebooks/. Keeps `course` and the kernel's name, as JupyterLab writes it, of a notebook's
+metadata, and the keys in KEPT of a cell's. Removes execution counts, the outputs' metadata and the addresses in
+printed objects.
 """
 
 import re
@@ -15,7 +15,7 @@ from export import NOTEBOOKS, ExportError, read_notebook, write_atomically
 
 PRESERVED = "jupyter", "nbgrader", "tags"
 KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
-# What the kernel says of its language, without the version of the Python that happens to run it.
+# The kernel's language metadata, without the version of the Python that happens to run it.
 LANGUAGE = {
     "codemirror_mode": {"name": "ipython", "version": 3},
     "file_extension": ".py",
@@ -28,7 +28,7 @@ ADDRESS = re.compile(r"(<.*?)( at 0x[0-9a-fA-F]+)(>)")
 
 
 def notebook_metadata(before: dict) -> dict:
-    """A notebook's metadata, cleaned: `course`, and the kernel's where it is Python's."""
+    """Return a notebook's cleaned metadata: `course`, and the kernel if it is Python's."""
     kernel = before.get("kernelspec", KERNEL)
     python = {"kernelspec": KERNEL, "language_info": LANGUAGE}
     preserved = python if kernel.get("name") == KERNEL["name"] else {"kernelspec": kernel}
@@ -36,7 +36,7 @@ def notebook_metadata(before: dict) -> dict:
 
 
 def without_address(text: str | list[str]) -> str | list[str]:
-    """Printed text, without the places in memory that no other run has."""
+    """Return printed text without memory addresses, which differ in each run."""
     return [*map(without_address, text)] if isinstance(text, list) else ADDRESS.sub(r"\1\3", text)
 
 

@@ -2,9 +2,9 @@
 
     python3 scripts/doctor.py
 
-Any Python 3 runs it, with or without the environment (syntax of 3.6, imports of the standard library; PyTorch where
-there is one). It changes nothing. What it says of a notebook is what that notebook does: see `CannotBuild` in notebook
-12, `Ranks` in 03, `course_lib/__init__.py`.
+Any Python 3 runs it, with or without the environment (3.6 syntax, only the standard library, and PyTorch if
+installed). It changes nothing. Its statements on notebooks follow their code: see `CannotBuild` in notebook 12,
+`Ranks` in 03, `course_lib/__init__.py`.
 """
 
 import importlib
@@ -39,7 +39,7 @@ def output_of(*command):
 
 
 def number_in(path):
-    """The first number in a file of the kernel's; None where there is none."""
+    """Return the first number in a file of the kernel; None if there is none."""
     try:
         with open(path) as file:
             return int(re.match(r"\d+", file.read()).group())
@@ -48,7 +48,7 @@ def number_in(path):
 
 
 def loaded(name):
-    """(module, why not): a module that may be missing, or be there and not load."""
+    """Return (module, error) for a module that may be missing or fail to load."""
     if importlib.util.find_spec(name) is None:
         return None, "missing"
     try:
@@ -58,7 +58,7 @@ def loaded(name):
 
 
 def look_python(in_environment):
-    """The Python that runs this, and whether an environment can be made with it."""
+    """Check this Python, and that it can create an environment."""
     version = sys.version_info[:2]
     yield "Python", "{}, {}".format(platform.python_version(), sys.prefix if in_environment else sys.executable)
     if version not in PYTHONS:
@@ -71,7 +71,7 @@ def look_python(in_environment):
 
 
 def look_machine(in_environment):
-    """Cores, memory and disk, where a container has less of them than the machine."""
+    """Check cores, memory and disk, with the limits of a container."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     quota = number_in("/sys/fs/cgroup/cpu.max")  # microseconds of work in 0.1 s
     cores = min(cores, max(1, quota // 100000)) if quota else cores
@@ -93,7 +93,7 @@ def look_machine(in_environment):
 
 
 def look_torch(torch, why):
-    """PyTorch and what it was built for."""
+    """Check PyTorch and the platform that it was built for."""
     if torch is None:
         yield "PyTorch", why
         yield None, "PyTorch {}: nothing runs without it. rm -rf .venv, then make lab".format(why)
@@ -110,12 +110,12 @@ def look_torch(torch, why):
 
 
 def cards():
-    """NVIDIA's GPUs as their driver lists them, PyTorch or not."""
+    """Return NVIDIA's GPUs as the driver lists them, without PyTorch."""
     return output_of("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader").splitlines()
 
 
 def look_gpu(torch):
-    """GPUs: those that PyTorch can use, those that it can't and why, and what stands in for them."""
+    """Check the GPUs: usable by PyTorch, or not and why, and the fallback."""
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         usable = torch is not None and torch.cuda.is_available()
@@ -169,14 +169,14 @@ def look_gpu(torch):
 
 
 def look_nccl(torch):
-    """NCCL, which comes with PyTorch's CUDA build."""
+    """Check NCCL, which is part of PyTorch's CUDA build."""
     if torch is not None:
         has_nccl = torch.version.cuda and torch.distributed.is_available() and torch.distributed.is_nccl_available()
         yield "NCCL", ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else "none: gloo, which is in PyTorch"
 
 
 def look_nvcc(torch):
-    """The compiler of CUDA C++, found as notebook 12 finds it."""
+    """Check the CUDA C++ compiler, found as notebook 12 finds it."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
     nvcc = shutil.which("nvcc") or shutil.which(os.path.join(home, "bin", "nvcc"))
     release = re.search(r"release (\d+)\.(\d+)", output_of(nvcc, "--version")) if nvcc else None
@@ -194,7 +194,7 @@ def look_nvcc(torch):
 
 
 def look_triton(torch):
-    """Triton, for the kernels of notebooks 12 to 14b."""
+    """Check Triton, for the kernels of notebooks 12 to 14b."""
     triton, why = loaded("triton")
     yield "Triton", getattr(triton, "__version__", why)
     if triton is None:
@@ -204,7 +204,7 @@ def look_triton(torch):
 
 
 def look_compiler(in_environment):
-    """Check for what C++ and torch.compile need on the CPU, as notebook 12 does."""
+    """Check the requirements of C++ and torch.compile on the CPU, as notebook 12 does."""
     compiler = os.environ.get("CXX", "c++").split()[0]
     path = shutil.which(compiler)
     version = output_of(path, "--version").split("\n")[0] if path else ""
@@ -222,7 +222,7 @@ def look_compiler(in_environment):
 
 
 def look_packages():
-    """Packages of the course that not everybody installs."""
+    """Check the optional packages of the course."""
     if importlib.util.find_spec("jupyterlab") is None:
         yield None, (
             "No JupyterLab: this environment has only what a node needs. For the notebooks: .venv/bin/pip install -e "
@@ -245,7 +245,7 @@ def look_clone():
 
 
 def look_slurm():
-    """Slurm, for the launcher's --slurm."""
+    """Check Slurm, for the launcher's --slurm."""
     version = output_of("sbatch", "--version")
     yield "Slurm", version or ("sbatch, not set up" if shutil.which("sbatch") else "none")
     if not version:
@@ -253,7 +253,7 @@ def look_slurm():
 
 
 def inspect_all(in_environment):
-    """Everything, in the order in which it is shown: (name, fact), or (None, what will not work and why)."""
+    """Yield everything in display order: (name, fact), or (None, what will not work and why)."""
     yield from look_machine(in_environment)
     yield from look_python(in_environment)
     torch = None
@@ -275,7 +275,7 @@ def inspect_all(in_environment):
 
 
 def main():
-    """Print what is there, then what will not work and why."""
+    """Print what this machine has, then what will not work and why."""
     in_venv = os.path.realpath(sys.prefix) == os.path.realpath(os.path.join(ROOT, ".venv"))
     in_environment = in_venv or importlib.util.find_spec("course_lib") is not None
     facts = list(inspect_all(in_environment))

@@ -1,19 +1,18 @@
-"""Edit a notebook as text: never as raw JSON.
+"""Edit a notebook as text instead of raw JSON.
 
     python scripts/edit.py text notebooks/01_single_gpu.ipynb > draft.py        # the notebook as text
     python scripts/edit.py notebook draft.py notebooks/01_single_gpu.ipynb      # the text as notebook
 
-The text is jupytext's percent format. A cell's header holds its id and what nbgrader and tags say of it:
+The text is jupytext's percent format. A cell's header holds its id, tags and nbgrader metadata:
 
     # %% id="mfu-plot" tags=["cheatsheet"]
     # %% [markdown] id="title"
 
 An id `ex-01-2` makes a code cell an exercise and `check-01-2` its check: their nbgrader metadata follows from the id
-and stands in the text only where it differs. A cell without an id is given one. A figure's code of more than six lines
-is collapsed; that does not stand in the text either. Outputs stay with a cell, by its id, as long as its source is the
-same.
-What the notebook says of itself (its kernel) stays too; of that, `course` alone stands in the text, as a header, and
-may be changed there. A line of a cell that looks like a header bears a backslash in the text: `# \\%%`.
+and is in the text only if it differs. A cell without an id is given one. A figure's code of more than six lines is
+collapsed; the text does not show that either. A cell, by its id, keeps its outputs as long as its source is the same.
+The notebook's metadata (its kernel) is kept; only `course` is in the text, as a header, and can be changed there. A
+line of a cell that looks like a header is escaped with a backslash: `# \%%`.
 """
 
 import re
@@ -62,7 +61,7 @@ def collapse_figures(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
 
 
 def draws(cell: nbformat.NotebookNode) -> bool:
-    """Return whether a code cell's first line says so, or it has a picture; a widget's view is not kept."""
+    """Return whether a code cell's first line marks it as a figure or it has a picture; widget views are not saved."""
     if OPEN in cell.metadata.get("tags", []):
         return False
     pictures = any("image/png" in output.get("data", {}) for output in cell.get("outputs", []))
@@ -80,7 +79,7 @@ def mark(cell: nbformat.NotebookNode, collapsed: bool) -> None:
 
 
 def escaped(cell: dict, back: bool = False) -> str:
-    """A cell's source with a backslash before what looks like a header; back: without that backslash again."""
+    """Return a cell's source with header-like lines escaped by a backslash; back: unescaped."""
     comment = r"#[ \t]*" if cell["cell_type"] == "code" else ""  # other cells become comments as a whole
     drop, add = (r"\\", "") if back else ("", r"\\")
     return re.sub(rf"^([ \t]*{comment}){drop}(\\*(?:{HEADER}))", rf"\1{add}\2", cell["source"], flags=re.MULTILINE)
@@ -92,13 +91,13 @@ def alike(one: str, other: str) -> bool:
 
 
 def read(path: Path) -> nbformat.NotebookNode:
-    """The notebook at `path`; ExportError, with one line, where it is none."""
+    """Return the notebook at `path`. Raises ExportError, with one line, if it is not a notebook."""
     read_notebook(path)
     return nbformat.read(path, as_version=4)
 
 
 def to_text(notebook: nbformat.NotebookNode) -> str:
-    """The notebook as text. ValueError, naming the cell, where the text would not come back as the same cell."""
+    """Return the notebook as text. Raises ValueError, naming the cell, if a cell would not survive the round trip."""
     course = {key: value for key, value in notebook.metadata.items() if key == "course"}
     draft = nbformat.v4.new_notebook(metadata={**course, "jupytext": FILTERS})
     for cell in notebook.cells:
@@ -117,7 +116,7 @@ def to_text(notebook: nbformat.NotebookNode) -> str:
 
 
 def to_notebook(text: str, old: nbformat.NotebookNode | None = None) -> nbformat.NotebookNode:
-    """The text as notebook, to replace the notebook `old`. ValueError, with one line, if a cell's header is wrong."""
+    """Return the text as a notebook that replaces `old`. Raises ValueError, in a line, for a malformed cell header."""
     notebook = jupytext.reads(text, fmt=FORMAT)
     course = {key: value for key, value in notebook.metadata.items() if key == "course"}
     notebook.metadata = nbformat.from_dict({**notebook_metadata(old.metadata if old else {}), **course})
@@ -147,7 +146,7 @@ def to_notebook(text: str, old: nbformat.NotebookNode | None = None) -> nbformat
 
 
 def main(argv: list[str]) -> int:
-    """Run one of the two commands above. 0: done; 1: not done, one line says why; 2: not a command."""
+    """Run one of the two commands above. Returns 0, 1 after printing why it failed, or 2 for a wrong command line."""
     try:
         match argv:
             case ["text", source]:

@@ -1,9 +1,9 @@
-"""The exercises of the notebooks: a solution, or how far a learner has come.
+"""Show the solution of an exercise, or a learner's progress.
 
     python scripts/exercises.py solution 01.3    # the reference's solution of exercise 01.3
-    python scripts/exercises.py progress         # what passes, fails, has changed since it passed, or was not tried yet
+    python scripts/exercises.py progress         # exercises passed, failed, changed since they passed, or not tried yet
 
-A check notes its result in `.progress/` beside the learner's notebook; nothing leaves the machine.
+A check records its result in `.progress/` beside the learner's notebook; nothing leaves the machine.
 """
 
 import re
@@ -21,23 +21,23 @@ BLANK = "raise NotImplementedError()"  # nbgrader's, in an exercise that has no 
 
 
 def exercise_name(cell: dict, kind: str) -> str | None:
-    """The name, such as "01.3", of the exercise that a cell is ("ex") or checks ("check"); None for another cell."""
+    """Return the name, such as "01.3", of the exercise that a cell is ("ex") or checks ("check"), or None."""
     return exercise_of(cell.get("id", ""), kind) if cell["cell_type"] == "code" else None
 
 
 def exercises(notebook: dict) -> dict[str, dict]:
-    """The exercises of a notebook by name, in their order: of one in two cells (ex-06-2, ex-06-2b), the first."""
+    """Return a notebook's exercises by name, in order; for one in two cells (ex-06-2, ex-06-2b), the first cell."""
     return {name: cells[0] for name, cells in exercise_cells(notebook).items()}
 
 
 def starred(notebook: dict) -> set[str]:
-    """The names of the exercises on the short path."""
+    """Return the names of the exercises on the short path."""
     texts = ("".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "markdown")
     return {name for text in texts for name in STARRED.findall(text)}
 
 
 def solution(name: str, notebooks: Path) -> str:
-    """The reference's cells for the exercise `name`, without markers. ExportError, in a line, where there is none."""
+    """Return the reference's cells of an exercise, without markers. Raises ExportError, in a line, if there are none."""
     if not re.fullmatch(r"\d\d\.\d+", name):
         raise ExportError(f"'{name}' is no exercise; name it as its heading does, such as 01.3")
     paths, others = sorted(notebooks.glob(f"{name[:2]}*_*.ipynb")), []  # a chapter may have two parts
@@ -54,14 +54,14 @@ def solution(name: str, notebooks: Path) -> str:
 
 
 def answer(name: str, path: Path, cell: dict) -> str:
-    """A cell of a solution, and where it stands. A directive stays its first line."""
+    """Return a cell of a solution and its location. A directive stays its first line."""
     code = [line for line in cell["source"].split("\n") if not MARKER.match(line)]
     directive = [code.pop(0)] if code[0].startswith("#|") else []
     return "\n".join([*directive, f"# Exercise {name}, from {path.name}, cell {cell['id']}", *code, ""])
 
 
 def learners_exercises(path: Path) -> dict[str, list[dict]]:
-    """The exercise cells of a workbook's notebook by exercise; none where it is not there, or is not readable."""
+    """Return the exercise cells of a workbook's notebook by exercise; empty if it is missing or not readable."""
     try:
         return exercise_cells(read_notebook(path), path.parent)
     except (AttributeError, ExportError, OSError, TypeError, ValueError):
@@ -69,14 +69,14 @@ def learners_exercises(path: Path) -> dict[str, list[dict]]:
 
 
 def state(name: str, cells: list[dict], folder: Path) -> str:
-    """How an exercise stands with these cells of a notebook in `folder`: one of notes.STATES."""
+    """Return the state of an exercise with these cells of a notebook in `folder`: one of notes.STATES."""
     if any(BLANK in cell["source"] for cell in cells):
-        return "not tried"  # what a check noted of an earlier answer is over
+        return "not tried"  # an earlier answer's result no longer holds
     return notes.state(folder, name, digest_of_cells(cells) or "unreadable")
 
 
 def progress(notebooks: Path, folder: Path) -> str:
-    """For each notebook, how many exercises pass, and the names of those in each state; ★: on the short path.
+    """Return, per notebook, how many exercises pass and their names by state; ★: on the short path.
 
     folder: of the notes, beside the learner's notebooks.
     """
@@ -95,7 +95,7 @@ def progress(notebooks: Path, folder: Path) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print what was asked for. 0: printed; 2: not, one line says why."""
+    """Print the solution or the progress. Returns 0, or 2 after printing why not."""
     try:
         match sys.argv[1:] if argv is None else argv:
             case ["solution", name]:
