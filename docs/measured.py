@@ -40,7 +40,7 @@ def shown(value) -> str:
 
 
 def title(key: str) -> str:
-    """A key of a file as the head of a column: `step_peak_mib` as `step peak, MiB`."""
+    """Return the column title for a key of a file: `step peak, MiB` for `step_peak_mib`."""
     for ending, unit in UNITS.items():
         if f"_{key}".endswith(ending):
             return f"{f'_{key}'.removesuffix(ending)[1:]}, {unit}".replace("_", " ").removeprefix(", ")
@@ -98,7 +98,7 @@ def spread(least, most) -> str:
 
 
 def ratios(run: dict) -> str:
-    """From the least to the largest pair."""
+    """Return the range of the pairs' ratios."""
     return spread(f"{run['ratio_min']:.2f}", f"{run['ratio_max']:.2f}")
 
 
@@ -108,7 +108,7 @@ def place(path: tuple[str, ...]) -> dict:
 
 
 def paired(path: tuple[str, ...], run: dict, runs: dict) -> dict:
-    """A row of runs in pairs. The noise is the spread of theirs against itself, in the same place and order."""
+    """Return a row of paired runs. The noise is the spread of theirs against itself, in the same place and order."""
     itself = [r"\g<rival> against itself", r"\g<rival> \g<order> against itself"]
     versus = re.compile(r"^(?:.*?(?P<order>\S*) )?against (?P<rival>.*)$")
     places = [tuple(versus.sub(new, part) for part in path) for new in itself]

@@ -64,7 +64,7 @@ class Method:
 
 
 def methods(sheet: Path = SHEET, classes: Path = CLASSES) -> list[Method]:
-    """The methods in the order of the course. Raises ExtensionError if CHEATSHEET.md and methods.csv disagree."""
+    """Return the methods in course order. Raises ExtensionError if CHEATSHEET.md and methods.csv disagree."""
     with classes.open(encoding="utf-8", newline="") as file:
         classed = {row["method"]: row for row in csv.DictReader(file)}
     found = []

@@ -81,8 +81,8 @@ def pattern(word: str) -> str:
 def link_words(app, doctree: nodes.document, docname: str) -> None:
     """Link the first occurrence of each term in a notebook's page.
 
-    Symbols of one letter are skipped, and so are terms with a note in parentheses in earlier notebooks than the one
-    that teaches them: there they mean something else.
+    Skips symbols of one letter, and terms with a note in parentheses before the notebook that teaches them: there
+    they mean something else.
     """
     if not docname.startswith("notebooks/"):
         return

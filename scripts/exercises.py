@@ -37,7 +37,7 @@ def starred(notebook: dict) -> set[str]:
 
 
 def solution(name: str, notebooks: Path) -> str:
-    """Return the reference's cells of an exercise, without markers. Raises ExportError, in a line, if there are none."""
+    """Return the reference's cells of an exercise, without markers. Raises ExportError, in a line, if it has none."""
     if not re.fullmatch(r"\d\d\.\d+", name):
         raise ExportError(f"'{name}' is no exercise; name it as its heading does, such as 01.3")
     paths, others = sorted(notebooks.glob(f"{name[:2]}*_*.ipynb")), []  # a chapter may have two parts

@@ -1,4 +1,4 @@
-"""Put what notebooks build into `course_lib/`: the cells that begin with `#| export`.
+"""Export the notebooks' cells that begin with `#| export` to `course_lib/`.
 
     python scripts/export.py             # every notebook of notebooks/
     python scripts/export.py --check     # writes nothing; names each definition that differs from its cell
@@ -35,7 +35,7 @@ class ExportError(ValueError):
 
 
 def read_notebook(path: Path) -> dict:
-    """The notebook at `path`, each cell's source as one string. Raises ExportError where it cannot be read."""
+    """Return the notebook at `path`, each cell's source as one string. Raises ExportError if it cannot be read."""
     try:
         notebook = json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -56,18 +56,18 @@ def read_notebook(path: Path) -> dict:
 
 
 def chapter(path: Path) -> str:
-    """How a notebook's file name begins: `10` of 10_5d.ipynb, `10b` of its second part, 10b_checkpoint.ipynb."""
+    """Return the chapter in a notebook's file name: `10` for 10_5d.ipynb, `10b` for 10b_checkpoint.ipynb."""
     return Path(path).name.partition("_")[0]
 
 
 def program_of(notebook: dict) -> str | None:
-    """The module whose main a notebook starts, as its metadata say; None for a workbook of an older course."""
+    """Return the module whose main a notebook starts, from its metadata; None for a workbook of an older course."""
     course = notebook.get("metadata", {}).get("course", {})
     return course.get("program") if isinstance(course, dict) else None
 
 
 def spliced_cells(notebook: dict, path: Path) -> list[ExportedCell]:
-    """The exported cells of a notebook. Raises ExportError for a cell that cannot be exported."""
+    """Return the exported cells of a notebook. Raises ExportError for a cell that cannot be exported."""
     faults = []
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code" and is_exported(cell["source"]):
@@ -79,13 +79,13 @@ def spliced_cells(notebook: dict, path: Path) -> list[ExportedCell]:
 
 
 def owner_of(cell: ExportedCell, path: Path) -> str:
-    """Return the comment above a spliced definition: "exercise 04.6", or for another cell its notebook and id."""
+    """Return the comment above a spliced definition: "exercise 04.6", or else its cell's notebook and id."""
     exercise = exercise_of(cell.name)
     return f"exercise {exercise}" if exercise else f"notebook {chapter(path)}, cell {cell.name}"
 
 
 def module_text(name: str, where: str, library: Path) -> str:
-    """The text of a module of the library. Raises ExportError, which begins with `where`, if there is none."""
+    """Return the text of a library module. Raises ExportError, which begins with `where`, if it does not exist."""
     try:
         return module_file(library, name).read_text(encoding="utf-8")
     except OSError:
@@ -93,7 +93,7 @@ def module_text(name: str, where: str, library: Path) -> str:
 
 
 def spliced_texts(notebooks: list[Path], library: Path = LIBRARY) -> dict[str, str]:
-    """The modules of a library, the exported cells of these notebooks spliced into them.
+    """Return the modules of a library with the exported cells of these notebooks spliced in.
 
     An owner comment without a cell is removed. Raises ExportError for a cell that does not fit its module, and for two
     cells that export one definition.
@@ -119,7 +119,7 @@ def spliced_texts(notebooks: list[Path], library: Path = LIBRARY) -> dict[str, s
 
 @functools.cache
 def formatted(text: str) -> str:
-    """A module's text as `ruff format` leaves it; as it is where there is no ruff."""
+    """Return a module's text formatted by `ruff format`, or unchanged if ruff is not installed."""
     if find_spec("ruff") is None:
         return text
     command = [sys.executable, "-m", "ruff", "format", "--line-length", "120", "--isolated", "-"]
@@ -128,22 +128,22 @@ def formatted(text: str) -> str:
 
 
 def module_file(library: Path, name: str) -> Path:
-    """The file of a module in a library: of `zero.shards`, zero/shards.py."""
+    """Return the file of a module in a library: zero/shards.py for `zero.shards`."""
     return library.joinpath(*name.split(".")).with_suffix(".py")
 
 
 def imported_as(name: str) -> str:
-    """How a module of the library is imported: `zero.__init__` as course_lib.zero."""
+    """Return the import name of a library module: course_lib.zero for `zero.__init__`."""
     return ".".join([LIBRARY.name, *name.split(".")]).removesuffix(".__init__")
 
 
 def module_name(file: Path, library: Path) -> str:
-    """The name of the module in a file of a library, as in `#| export zero.shards`."""
+    """Return the module name of a library file, as in `#| export zero.shards`."""
     return ".".join(file.relative_to(library).with_suffix("").parts)
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace `path` by `text` in one step, so that a reader or a kill never meets half a file."""
+    """Replace the content of `path` by `text` atomically, so that neither a reader nor a kill ever finds half a file."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -158,7 +158,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def write_modules(texts: dict[str, str], library: Path) -> None:
-    """Write each module that differs from what stands in `library`, atomically."""
+    """Write each module that differs from the file in `library`, atomically."""
     for name, text in texts.items():
         file = module_file(library, name)
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -167,12 +167,12 @@ def write_modules(texts: dict[str, str], library: Path) -> None:
 
 
 def library_texts(notebooks: Path = NOTEBOOKS) -> dict[str, str]:
-    """The modules of the library beside a folder of notebooks, with what these export."""
+    """Return the modules of the library beside a folder of notebooks, with the notebooks' exports."""
     return spliced_texts(sorted(notebooks.glob("*.ipynb")), notebooks.parent / LIBRARY.name)
 
 
 def differences(texts: dict[str, str], library: Path = LIBRARY) -> list[str]:
-    """One line for each definition that differs between `library` and the texts that it should hold."""
+    """Return one line per definition that differs between `library` and the texts that it should hold."""
     faults = []
     for name, text in texts.items():
         file = module_file(library, name)
@@ -198,10 +198,10 @@ def differing_owners(old: str, new: str) -> list[str]:
 
 
 def locate(file: Path, line: int, text: str | None = None) -> tuple[Path, int, str, int] | None:
-    """The notebook, cell number, cell id and line in the cell that a line of a module came from; None for a line that
-    no cell exports. A learner's definition came from `workbook/`.
+    """Return the notebook, cell number, cell id and line in the cell that a module's line was exported from; None for a
+    line that no cell exports. A learner's definition is located in `workbook/`.
 
-    text: what the module holds, if it is not written yet.
+    text: the module's content, if it is not written yet.
     """
     text = Path(file).read_text(encoding="utf-8") if text is None else text
     if (location := locate_owned(text, line)) is None:
@@ -223,7 +223,7 @@ def locate(file: Path, line: int, text: str | None = None) -> tuple[Path, int, s
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Export every notebook, or list the differences (--check). 0: done; 1: some; 2: cannot be exported."""
+    """Export every notebook, or list the differences (--check). Returns 0, 1 if there are any, 2 on an error."""
     argv = sys.argv[1:] if argv is None else argv
     if argv not in ([], ["--check"]):
         print("usage: python scripts/export.py [--check]", file=sys.stderr)

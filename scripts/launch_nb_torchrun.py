@@ -2,8 +2,8 @@
 
     python scripts/launch_nb_torchrun.py NOTEBOOK [options] [any torchrun option] [-- options of the program]
 
-NOTEBOOK is one of notebooks/, or the learner's own one of workbook/. Everything that can be wrong is looked at before
-anything is written. Exit status: 0; 1 where a rank failed; 2 where the launch could not start; 130 after Ctrl-C.
+NOTEBOOK is in notebooks/, or the learner's own in workbook/. All errors that can be detected in advance are reported
+before anything is written. Exit status: 0; 1 if a rank failed; 2 if the launch could not start; 130 after Ctrl-C.
 """
 
 import argparse
@@ -65,14 +65,14 @@ def launcher_options() -> argparse.ArgumentParser:
 
 
 def differing(program: Program) -> dict[str, str]:
-    """The modules whose text is not what stands in the library."""
+    """Return the modules whose text differs from the file in the library."""
     files = {name: module_file(program.library, name) for name in program.texts}
     standing = {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
     return {name: text for name, text in program.texts.items() if standing.get(name) != text}
 
 
 def check_writable(library: Path) -> None:
-    """Raise LaunchError where the export could not write, without trying."""
+    """Raise LaunchError if the export could not write, without trying to."""
     folder = library
     while not folder.exists():
         folder = folder.parent
@@ -83,7 +83,7 @@ def check_writable(library: Path) -> None:
 
 
 def export(program: Program) -> None:
-    """Write the modules, and name the cells that the learner has left blank."""
+    """Write the modules, and report the cells that the learner has left blank."""
     try:
         write_modules(differing(program), program.library)
     except OSError as error:
@@ -101,7 +101,7 @@ def export(program: Program) -> None:
 
 
 def torchrun_command(torchrun: list[str], program: Program, options: list[str]) -> list[str]:
-    """torchrun's command line: its options, the script that each rank runs, and what that is told of the program."""
+    """Return torchrun's command line: its options, the script that each rank runs, and the script's arguments."""
     command = [*torchrun, str(ENTRY)]
     if program.overlay:
         command += ["--overlay", str(program.overlay)]
@@ -111,7 +111,7 @@ def torchrun_command(torchrun: list[str], program: Program, options: list[str]) 
 
 
 def slurm_script(answered: argparse.Namespace, torchrun: list[str], program: Program, options: list[str]) -> str:
-    """The sbatch script for this launch: the same one, once on each node, without the export."""
+    """Return the sbatch script for this launch: the same launch, once per node, without the export."""
     set_there = {*slurm.SETS} & given(torchrun) | ({"nproc_per_node"} if answered.nproc_per_node != "auto" else set())
     if set_there:
         raise LaunchError(f"--slurm sets --{min(set_there).replace('_', '-')} itself: leave it out")
@@ -124,7 +124,7 @@ def slurm_script(answered: argparse.Namespace, torchrun: list[str], program: Pro
 
 
 def launch(argv: list[str]) -> int:
-    """Look at everything, then export, then run. Raises LaunchError or ExportError before anything is written."""
+    """Check everything, then export, then run. Raises LaunchError or ExportError before anything is written."""
     ours, options = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
     answered, rest = parse(launcher_options().parse_known_args, ours, "options")
     if importlib.util.find_spec("torch") is None:
@@ -157,7 +157,7 @@ def quit_at_once(number: int, frame: object) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Launch, and give the exit status."""
+    """Launch, and return the exit status."""
     before = signal.signal(signal.SIGINT, quit_at_once)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it logs a C++ stack for each connection that is lost
     try:

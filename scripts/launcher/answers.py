@@ -1,7 +1,7 @@
-"""A learner's answers to exercises: which of them a launch takes, and the modules that hold them.
+"""A learner's answers to exercises: the ones that a launch uses, and the modules that contain them.
 
-Taken are those whose check has passed on what the notebook holds now; the reference stands for all others. Nothing here
-writes.
+An answer is used if its check has passed on the notebook's current code; otherwise the reference is used. Nothing here
+writes files.
 """
 
 from dataclasses import dataclass, field
@@ -20,19 +20,19 @@ REASONS = {"fails": NOT_PASSED, "not tried": NOT_PASSED, "changed": CHANGED}
 
 @dataclass
 class Answers:
-    """Answers of some notebooks, spliced into copies of the modules of a library."""
+    """The answers of some notebooks, spliced into copies of a library's modules."""
 
     library: Path  # the reference's
     unchecked: bool  # take all that are not blank
     taken: list[str] = field(default_factory=list)  # exercises, as "04.6"
     blank: list[str] = field(default_factory=list)
-    refused: dict[str, str] = field(default_factory=dict)  # exercise: why the reference stands for it
+    refused: dict[str, str] = field(default_factory=dict)  # exercise: why the reference is used
     spliced: dict[str, str] = field(default_factory=dict)  # module: text
 
     def add(self, notebook: dict, path: Path, launched: bool) -> None:
-        """Add the answers of a learner's notebook. path: where it stands; launched: is it the one to launch.
+        """Add the answers of the learner's notebook at `path`. launched: True for the notebook to launch.
 
-        Raises ExportError for an answer that cannot be exported and is to be taken unchecked.
+        Raises ExportError for an unchecked answer that is to be used and cannot be exported.
         """
         cells_by_name = exercise_cells(notebook, path.parent)
         undirected = [
@@ -57,7 +57,7 @@ class Answers:
 
     @staticmethod
     def reason(name: str, cells: list[dict], path: Path) -> str | None:
-        """Why an answer is not taken; None for one that has passed."""
+        """Return why an answer is not used; None for one that has passed."""
         return REASONS.get(state(path.parent, name, digest_of_cells(cells) or "unreadable"))
 
     def splice(self, name: str, cells: list[ExportedCell | None]) -> None:
@@ -70,7 +70,7 @@ class Answers:
         self.taken.append(name)
 
     def original(self, module: str) -> str:
-        """The reference's text of a module."""
+        """Return the reference's text of a module."""
         return module_text(module, "", self.library)
 
     def texts(self) -> dict[str, str]:
@@ -79,14 +79,14 @@ class Answers:
 
 
 def exported_exercises(path: Path) -> set[str]:
-    """The exercises of the course's notebook of this name whose answers go into the library."""
+    """Return the exercises of the course's notebook of this name whose answers are exported to the library."""
     reference = NOTEBOOKS / path.name
     cells_by_name = exercise_cells(read_notebook(reference)) if reference.exists() else {}
     return {name for name, cells in cells_by_name.items() if any(is_exported(cell["source"]) for cell in cells)}
 
 
 def copies(overlay: Path) -> dict[str, str]:
-    """The copies that lie in a learner's library, by module."""
+    """Return the copies in a learner's library, by module."""
     cells_by_name = {}
     for file in sorted(overlay.rglob("*.py")):
         text = file.read_text(encoding="utf-8", errors="replace")

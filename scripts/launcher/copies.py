@@ -1,8 +1,8 @@
-"""Modules of a learner's library that may replace the course's: ranks look at each file before they import it.
+"""Modules of a learner's library that may replace the course's: ranks check each file before they import it.
 
-A copy of a module, with a learner's answers in it, says in its first line which text it was made from; it replaces that
-text and no other. A module that an older course exported as a whole (its blocks have headings) replaces none. So what a
-launch of an older course has left behind is ignored.
+The first line of a copy of a module, with a learner's answers in it, identifies the text it was made from; the copy
+replaces only that text. A module that an older course exported in full (its blocks have headings) replaces none, so
+files that a launch of an older course left behind are ignored.
 """
 
 import hashlib
@@ -14,18 +14,18 @@ HEADING = re.compile(r"^# %% \S+\.ipynb #\S+$", re.MULTILINE)
 
 
 def digest(text: str) -> str:
-    """A short hash of a module's text."""
+    """Return a short hash of a module's text."""
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:12]
 
 
 def headed(text: str, name: str, original: str) -> str:
-    """A copy of the module `name`, which says what it was made from."""
+    """Return a copy of the module `name`, with a first line that identifies its source."""
     file = f"course_lib/{name.replace('.', '/')}.py"
     return f"# A copy of {file} ({digest(original)}), with answers of yours; a launch writes it.\n{text}"
 
 
 def is_copy(text: str) -> bool:
-    """Return whether this is the text of a copy."""
+    """Return whether a module's text is a copy."""
     return HEADER.match(text) is not None
 
 

@@ -1,4 +1,4 @@
-"""Find the rank that failed first, and the cell: the one report of a launch that went wrong.
+"""Find the rank that failed first, and the cell: the single report of a failed launch.
 
 A rank that raises leaves a report; a rank that was killed leaves none. When one rank fails, the others lose their
 connection to it and torchrun ends them, so most of what fails is a consequence. The cause is, in this order: the
@@ -17,7 +17,7 @@ MOST_CELLS = 6  # a recursion passes through the same ones a thousand times
 
 
 def deaths(failures: dict, reports: list[dict]) -> list[tuple[int, str]]:
-    """Ranks that died of themselves without a report, and how. Those that torchrun ended (SIGTERM) are left out."""
+    """Return the ranks that died without a report, and how, except those that torchrun ended (SIGTERM)."""
     reported = {report["rank"] for report in reports}
     raised_reports = []
     for rank, failure in sorted(failures.items()):
@@ -34,7 +34,7 @@ def deaths(failures: dict, reports: list[dict]) -> list[tuple[int, str]]:
 
 
 def cause(failures: dict, reports: list[dict]) -> str:
-    """The text for a launch that failed. `failures`: torchrun's, by rank; `reports`: of this node, earliest first."""
+    """Return the message for a failed launch. failures: torchrun's, by rank; reports: this node's, earliest first."""
     raised = [report for report in reports if not report["lost_peer"]]
     local = {report["rank"] for report in raised}
     elsewhere = [report["first"] for report in reports if report.get("first") and report["first"]["rank"] not in local]
@@ -48,10 +48,10 @@ def cause(failures: dict, reports: list[dict]) -> str:
 
 
 def describe_report(report: dict, texts: dict[str, str] | None = None) -> str:
-    """An error and the cells it passed through: the line that raised it, then the calls that led there. A ValueError
-    that the library raises, for an option for instance, is told by its message alone, unless it passed through a cell.
+    """Describe an error and the cells it passed through: the line that raised it, then the calls that led there. For a
+    ValueError from the library, for an option for instance, only the message, unless it passed through a cell.
 
-    `texts`: what the modules hold that are not written yet, by file.
+    texts: the content of modules that are not written yet, by file.
     """
     rank = "" if report["rank"] is None else f"rank {report['rank']}: "
     lines = [f"{rank}{report['headline']}{' (it lost another rank)' if report['lost_peer'] else ''}"]
@@ -70,7 +70,7 @@ def describe_report(report: dict, texts: dict[str, str] | None = None) -> str:
 
 
 def line_of(text: str, number: int) -> str:
-    """A line of a text, from 1, without its indentation."""
+    """Return a line of a text, counted from 1, without its indentation."""
     return text.split("\n")[number - 1].strip()
 
 
@@ -80,7 +80,7 @@ def in_library(file: str) -> bool:
 
 
 def cell_of(file: str, line: int, texts: dict[str, str]) -> str | None:
-    """The notebook cell, and the line in it, that a line of an exported module came from; None for other files."""
+    """Return the notebook cell, and the line in it, that a module's line was exported from; None for other files."""
     if not in_library(file):
         return None
     try:
@@ -94,7 +94,7 @@ def cell_of(file: str, line: int, texts: dict[str, str]) -> str | None:
 
 
 def shown(path: str | Path) -> str:
-    """A path as short as it stays clear: within site-packages, below the current folder, or else whole."""
+    """Return a short but clear path: relative to site-packages or to the current folder, else absolute."""
     path = os.path.abspath(path)
     below = os.path.relpath(path)
     if "site-packages" in path:

@@ -16,19 +16,19 @@ NAMES = "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTA
 
 
 def job_here() -> dict[str, str]:
-    """Return what torchrun tells a rank about its job; empty without torchrun."""
+    """Return torchrun's description of the job on a rank; empty without torchrun."""
     return {name: os.environ[name] for name in NAMES if name in os.environ}
 
 
 class OtherNodes:
-    """The first error of one attempt of a job. `job`: what `job_here` gives on a rank."""
+    """The first error of one attempt of a job. job: `job_here()` on a rank."""
 
     def __init__(self, job: dict[str, str]):
         self.job = job
         self.alone = int(job.get("GROUP_WORLD_SIZE", 1)) == 1
 
     def store(self):
-        """A client of the job's store, by attempt; RuntimeError where the node that keeps it is gone."""
+        """Return a client of the job's store, for this attempt. Raises RuntimeError if the host node is gone."""
         from torch.distributed import PrefixStore, TCPStore
 
         address, port = self.job["MASTER_ADDR"], int(self.job["MASTER_PORT"])
@@ -37,19 +37,19 @@ class OtherNodes:
         return PrefixStore(f"launch/{attempt}", client)
 
     def tell(self, rank: int, host: str, headline: str) -> None:
-        """Put an error into the store, unless another one stands there already, and give the others time to read it."""
+        """Put an error into the store, unless it already holds one, and give the other nodes time to read it."""
         with contextlib.suppress(RuntimeError):
             self.store().compare_set("first", "", json.dumps({"rank": rank, "host": host, "headline": headline}))
             time.sleep(LINGER_S)
 
     def first(self) -> dict | None:
-        """The first error of the job: its rank, host and headline."""
+        """Return the first error of the job: its rank, host and headline."""
         with contextlib.suppress(RuntimeError):
             store = self.store()
             return json.loads(store.get("first")) if store.check(["first"]) else None
 
     def wait(self, interval_s: float) -> dict | None:
-        """Wait for the first error. None where the store is gone: then torchrun ends the ranks by itself."""
+        """Wait for the first error. Returns None if the store is gone: then torchrun ends the ranks itself."""
         with contextlib.suppress(RuntimeError):
             store = self.store()
             while not store.check(["first"]):

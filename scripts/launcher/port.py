@@ -23,7 +23,7 @@ LOOKS, LOOK_S = 3, 0.2  # how often, and how far apart, to look whether a port i
 
 
 def check_port(args: argparse.Namespace, several_nodes: bool) -> None:
-    """Raise LaunchError where this node is to keep the rendezvous and something else holds its port."""
+    """Raise LaunchError if this node hosts the rendezvous and its port is in use."""
     if args.standalone or args.rdzv_backend not in ("c10d", "static"):
         return
     host, port = endpoint(args)
@@ -37,7 +37,7 @@ def check_port(args: argparse.Namespace, several_nodes: bool) -> None:
 
 
 def endpoint(args: argparse.Namespace) -> tuple[str, int]:
-    """Host and port of the rendezvous, with torchrun's defaults."""
+    """Return the host and port of the rendezvous, with torchrun's defaults."""
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
     name, default = args.rdzv_endpoint, 29400
@@ -57,9 +57,9 @@ def is_this_machine(host: str) -> bool:
 
 
 def held(port: int) -> str | None:
-    """Why no server can be opened on `port`; None where one can.
+    """Return why no server can listen on `port`; None if one can.
 
-    It is looked at again: the launcher of another node may run on this machine, and look in the same moment.
+    Tries more than once: another node's launcher may run on this machine and test the port at the same moment.
     """
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET

@@ -1,9 +1,9 @@
-"""The program of a notebook: which module is started, and which modules of the library it changes.
+"""The program of a notebook: the module to start, and the library modules that the notebook changes.
 
-A notebook of notebooks/ exports to course_lib/. Of a learner's notebook of workbook/, and of those before it, the
-answers that have passed are spliced into copies of the library's modules (answers.py). The copies go to
-workbook/course_lib, which is laid over course_lib; so a job runs all that a learner has built so far. Nothing here
-writes.
+A notebook in notebooks/ exports to course_lib/. For a learner's notebook in workbook/, its passed answers and those in
+earlier notebooks are spliced into copies of the library's modules (answers.py). The copies go to workbook/course_lib,
+which takes precedence over course_lib, so a job runs everything that a learner has built so far. Nothing here writes
+files.
 """
 
 import ast
@@ -46,9 +46,9 @@ class Program:
 
     path: Path  # of the notebook
     notebook: dict  # its content
-    module: str  # the one whose main is started
+    module: str  # the module whose main is started
     library: Path  # the folder that its modules go to
-    texts: dict[str, str]  # what they shall hold; without export, what they do hold
+    texts: dict[str, str]  # their new content; without export, their present content
     answered: list[str]  # the exercises whose answers are the learner's
     taken: list[str]  # those that are still blank: exercises, or "all of 05"
     refused: dict[str, str]  # exercises that are the reference's as well: why
@@ -56,18 +56,18 @@ class Program:
 
     @property
     def overlay(self) -> Path | None:
-        """The learner's library, where the notebook is a learner's."""
+        """The learner's library, if the notebook is a learner's."""
         return None if self.library == LIBRARY else self.library
 
     def processes(self) -> object:
-        """The number of processes that the notebook's metadata ask for; None where they do not."""
+        """The number of processes in the notebook's metadata, or None."""
         course = self.notebook.get("metadata", {}).get("course", {})
         return course.get("nproc_per_node") if isinstance(course, dict) else None
 
 
 def read_program(argument: str, chapters: list[str], export: bool, unchecked: bool = False) -> Program:
-    """The program of the notebook that the user named. `chapters`: those to take from the reference; unchecked: take a
-    learner's answers whose checks have not passed as well.
+    """Return the program of the notebook that the user named. chapters: the ones to take from the reference; unchecked:
+    also take a learner's answers whose checks have not passed.
     """
     notebook = read_notebook(Path(argument))
     folder, name = Path(argument).resolve().parent, Path(argument).resolve().name
@@ -99,7 +99,7 @@ def read_program(argument: str, chapters: list[str], export: bool, unchecked: bo
 
 
 def spliced_modules(notebook: dict, path: Path) -> dict[str, str]:
-    """The modules that a notebook changes, as `make export` writes them."""
+    """Return the modules that a notebook changes, as `make export` writes them."""
     texts = {}
     for cell in spliced_cells(notebook, path):
         text = texts.get(cell.module) or module_text(cell.module, f"{path}: cell {cell.name}", LIBRARY)
@@ -112,8 +112,8 @@ def spliced_modules(notebook: dict, path: Path) -> dict[str, str]:
 
 
 def passed_over(library: Path, chapters: list[str], texts: dict[str, str] | None) -> list[str]:
-    """The copies in a learner's library that this launch does not run: those that are none of `texts`; where nothing is
-    exported (None), those that hold an answer of one of these chapters.
+    """Return the copies in a learner's library that this launch does not run: those not in `texts`; if nothing is exported
+    (None), those with an answer of one of these chapters.
     """
     if library == LIBRARY:
         return []
@@ -130,8 +130,8 @@ def library_text(module: str) -> str:
 
 
 def learners_texts(answers: Answers, path: Path, chapters: list[str]) -> dict[str, str]:
-    """Add to `answers` the answers of a learner's notebook and of the notebooks before it that the course has, without
-    the named chapters; returns the modules that hold them.
+    """Add to `answers` the answers of a learner's notebook and of the course's earlier notebooks, except the named
+    chapters; return the modules that contain them.
     """
     earlier = [notebook for notebook in sorted(WORKBOOK.glob("*.ipynb")) if notebook.name < path.name]
     earlier = [Path(os.path.relpath(notebook)) for notebook in earlier if (NOTEBOOKS / notebook.name).exists()]
@@ -173,7 +173,7 @@ def course_position(name: str) -> tuple[str, int]:
 
 
 def parse(parser: Callable, words: object, who: object) -> object:
-    """Call a parser of options; what it has against them, argparse's usage text included, becomes one line."""
+    """Call an option parser; its error, including argparse's usage text, becomes one line."""
     output = io.StringIO()
     try:
         with contextlib.redirect_stderr(output):

@@ -14,7 +14,7 @@ LOST_PEER = re.compile(
 
 
 def lost_peer(error: BaseException | None) -> bool:
-    """Return whether `error`, or an error that caused it, only says that another rank went away."""
+    """Return whether `error`, or one of its causes, only reports a lost connection to another rank."""
     while error is not None:
         if isinstance(error, RuntimeError) and LOST_PEER.search(str(error)):
             return True
@@ -23,7 +23,7 @@ def lost_peer(error: BaseException | None) -> bool:
 
 
 def describe(error: BaseException) -> dict:
-    """The error as torchrun reads it ("message") and as the launcher does (all else; frames from the outermost in)."""
+    """Return the error for torchrun ("message") and for the launcher (all other keys; frames outermost first)."""
     frames = [[frame.filename, frame.lineno, frame.line] for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError) and error.filename:
         frames.append([error.filename, error.lineno, (error.text or "").strip()])
@@ -47,7 +47,7 @@ def describe(error: BaseException) -> dict:
 
 
 def write_report(report: dict, folder: Path | None) -> None:
-    """Write a report to torchrun's error file and to the launcher's folder, each at once: torchrun may end us."""
+    """Write a report to torchrun's error file and to the launcher's folder, each atomically: torchrun may end this rank."""
     files = [Path(os.environ["TORCHELASTIC_ERROR_FILE"])] if os.environ.get("TORCHELASTIC_ERROR_FILE") else []
     files += [folder / f"{os.environ['LOCAL_RANK']}.json"] if folder else []
     for file in files:

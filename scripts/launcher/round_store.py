@@ -1,9 +1,9 @@
-"""The meeting point of the ranks of one round: a prefix of torchrun's store that no earlier round has used.
+"""A store for the ranks of one rendezvous round: a prefix of torchrun's store that no earlier round has used.
 
-torchrun keeps one store for a whole job. A restart, or a node that comes or goes, begins a new round with new ranks; in
-torch 2.13 these then find, under the same keys, the addresses of the ranks before them, which no longer answer. The
-count of restarts is no way out: each node has its own. So rank 0 makes up a name for the round, and tells it to every
-rank that asks. A question and its answer have a key of their own, which no other round can know.
+torchrun keeps one store per job. A restart, or a node that joins or leaves, begins a new round with new ranks; in torch
+2.13 they then find the addresses of earlier ranks, which no longer answer, under the same keys. The restart count is no
+solution: each node has its own. So rank 0 makes up a name for the round and sends it to each rank that asks. Each
+question and its answer have their own key, which no other round can know.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from datetime import timedelta
 
 
 def round_store(address: str, port: int, rank: int, world_size: int, keeps_it: bool = False) -> object:
-    """The store of this round. `keeps_it`: this rank is to open it, where torchrun has been told not to."""
+    """Return the store of this round. keeps_it: this rank hosts the store, if torchrun does not."""
     from torch.distributed import PrefixStore, TCPStore
 
     def client():

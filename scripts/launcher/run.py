@@ -1,8 +1,8 @@
-"""Run torchrun and tell how it ended: one report of what failed first, and no process left.
+"""Run torchrun and report how it ended: one report of the first failure, and no process left.
 
-torchrun (torch.distributed.run) runs in this process: what it knows of a failed rank comes back as an exception rather
-than as text. Where the ranks share a few cores, they are forked from one process that has imported PyTorch: on two
-cores, four ranks that each import it spend 12 s on that.
+torchrun (torch.distributed.run) runs in this process: a failed rank is reported as an exception rather than as
+text. If the ranks share a few cores, they are forked from one process that has imported PyTorch: on two cores, four
+ranks that each import it take 12 s.
 """
 
 import argparse
@@ -27,25 +27,25 @@ IMPORTED_ONCE = ["torch", "torch._dynamo", "torch.distributed.checkpoint"]
 
 
 def say(text: str) -> None:
-    """A line of the launcher's own, apart from what the ranks print."""
+    """Print a line of the launcher's own, distinct from the ranks' output."""
     print(f"launch: {text}", file=sys.stderr, flush=True)
 
 
 def say_at_last(text: str) -> None:
-    """The same after the ranks' output: on a terminal that may have ended within a progress bar."""
+    """Print a line after the ranks' output, which may have ended within a progress bar on a terminal."""
     if sys.stderr.isatty():
         print(file=sys.stderr)
     say(text)
 
 
 def stopped(number: signal.Signals) -> int:
-    """Say that a signal has ended the launch, and give the exit status that shells use for it."""
+    """Report that a signal has ended the launch, and return the shell's exit status for it."""
     say_at_last("stopped by Ctrl-C" if number == signal.SIGINT else f"stopped by {number.name}")
     return 128 + number
 
 
 def run(command: list[str]) -> int:
-    """Run torchrun with this command line and give the exit status; no rank is left then, nor what one has started."""
+    """Run torchrun with this command line and return the exit status. No rank, and no child of one, is left then."""
     quieten_torchrun()
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "5")  # seconds that a rank has to end after a signal
     numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT
@@ -63,7 +63,7 @@ def run(command: list[str]) -> int:
 
 
 def watched(command: list[str], reports: Path) -> int:
-    """Run torchrun, the ranks' reports going to `reports`, and tell what went wrong."""
+    """Run torchrun with the ranks' reports in `reports`, and report errors."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args
@@ -95,7 +95,7 @@ def watched(command: list[str], reports: Path) -> int:
         return 1
     except SignalException as error:
         return stopped(signal.SIGINT if error is interrupted else error.sigval)
-    except Exception as error:  # the rendezvous: no other node came, or the one that kept it has gone
+    except Exception as error:  # the rendezvous: no other node joined, or its host is gone
         failures = read_reports(reports)
         say_at_last(
             cause({}, failures) if failures else f"torchrun: {type(error).__name__}: {str(error).splitlines()[0]}"
@@ -104,8 +104,8 @@ def watched(command: list[str], reports: Path) -> int:
 
 
 def can_fork(folder: Path) -> bool:
-    """Tell if ranks may be forks: neither a GPU's driver nor Apple's frameworks outlive that. And the server's socket
-    has to find room in the folder: the path of one has 108 characters at most, of which its name takes 18.
+    """Return whether ranks may be forks: neither a GPU's driver nor Apple's frameworks survive a fork. The path of the
+    server's socket must fit too: at most 108 characters, 18 of them its name.
     """
     return sys.platform == "linux" and not gpu_count() and len(str(folder)) < 90
 
@@ -115,7 +115,7 @@ def fork_ranks(args: argparse.Namespace, folder: Path) -> None:
     from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
 
     def poll(context, of_torch=MultiprocessContext._poll):
-        """torchrun waits for what a fork returns: a program that has ended itself by os._exit(0) returns nothing."""
+        """torchrun waits for a fork's return value; a program that ended itself by os._exit(0) returns none."""
         for rank, each in enumerate(context._pc.processes):
             if each.exitcode == 0:
                 context._return_values.setdefault(rank, None)
@@ -124,8 +124,8 @@ def fork_ranks(args: argparse.Namespace, folder: Path) -> None:
     MultiprocessContext._poll = poll
     args.run_path, args.start_method = True, "forkserver"
     forkserver.set_forkserver_preload(IMPORTED_ONCE)
-    sys.warnoptions.append("ignore:resource_tracker:UserWarning")  # it frees what ranks leave: no news for a user
-    process.current_process()._config["tempdir"] = str(folder)  # one that also goes when the launcher is killed
+    sys.warnoptions.append("ignore:resource_tracker:UserWarning")  # it frees what ranks leave behind: not of interest to the user
+    process.current_process()._config["tempdir"] = str(folder)  # a folder that is also removed if the launcher is killed
     vars(sys.modules["__main__"]).pop("__file__", None)  # or each fork would first run the launcher's script
 
 
@@ -143,14 +143,14 @@ def tell_of_deaths(reports: Path) -> None:
 
 
 def end_server() -> None:
-    """End the server that forks, whatever it is at."""
+    """End the fork server, whatever it is doing."""
     if forkserver._forkserver._forkserver_pid:
         os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)
         forkserver._forkserver._stop()
 
 
 def raising(error: Exception):
-    """A signal handler that raises `error`."""
+    """Return a signal handler that raises `error`."""
 
     def handler(number, frame):
         raise error
@@ -167,14 +167,14 @@ def quieten_torchrun() -> None:
 
 
 def end_ranks(reports: Path) -> None:
-    """Kill what is left of each rank's process group: a rank that was killed leaves behind what it had started."""
+    """Kill what is left of each rank's process group: a killed rank leaves its children behind."""
     for mark in rank_marks(reports):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(mark["process"], signal.SIGKILL)
 
 
 def tell_other_nodes(reports: Path, died: list[tuple[int, str]]) -> None:
-    """Tell the other nodes of a rank that could not do so itself."""
+    """Tell the other nodes of the error of a rank that could not do so itself."""
     for mark in rank_marks(reports)[:1]:
         others = OtherNodes(mark["job"])
         if died and not others.alone:

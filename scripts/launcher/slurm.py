@@ -1,9 +1,9 @@
-"""The sbatch script that starts the launcher once on each node of a Slurm job, and its way to sbatch.
+"""Write and submit the sbatch script that starts the launcher once per node of a Slurm job.
 
-The first node keeps the rendezvous, at a port made from the job's number, so that two jobs on one node do not meet.
-A node's one task has the cores of all its ranks, `cpus` for each GPU. By default that is 8: a rank has a thread for
+The first node hosts the rendezvous, at a port derived from the job id, so that two jobs on one node do not collide.
+A node's single task has the cores of all its ranks, `cpus` per GPU. By default that is 8: a rank has a thread for
 Python, one for backward and some for its data and for NCCL, and a node of 8 GPUs has 64 cores or more. sbatch refuses
-what no node has. With --max-restarts, Slurm starts the job anew when a node dies; the log goes on.
+a request that no node can meet. With --max-restarts, Slurm requeues the job when a node dies and appends to its log.
 Partition, account and the like are the site's own: sbatch reads them from SBATCH_PARTITION, SBATCH_ACCOUNT and so on.
 """
 
@@ -18,8 +18,8 @@ from launcher.program import LaunchError
 
 SETS = "nnodes", "standalone", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "master_addr", "master_port", "node_rank"
 FORM = "nodes=4,gpus=8[,cpus=8][,time=1:00:00]"
-CPUS = 8  # cores for each GPU, where the user does not say
-# What sbatch says where it is installed and no Slurm was ever set up, and where no controller answers it.
+CPUS = 8  # default cores per GPU
+# sbatch's errors if it is installed but Slurm was never set up, and if no controller answers.
 NOT_SET_UP = "Could not establish a configuration source", "Unable to process configuration file"
 NO_CONTROLLER = "Unable to contact slurm controller"
 TIME = re.compile(r"\d+(-\d+(:\d+){0,2}|(:\d+){1,2})?")  # minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS
@@ -45,7 +45,7 @@ srun --cpus-per-task={cores} --kill-on-bad-exit=1 {launcher} --no-export \\
 
 
 def parse(text: str) -> dict[str, str]:
-    """`nodes=4,gpus=8[,cpus=8][,time=1:00:00]` as a dictionary. Raises LaunchError with one line for the user."""
+    """Parse `nodes=4,gpus=8[,cpus=8][,time=1:00:00]` to a dictionary. Raises LaunchError with one line for the user."""
     wanted = dict(item.partition("=")[::2] for item in text.split(","))
     for key, value in wanted.items():
         if key not in ("nodes", "gpus", "cpus", "time"):
@@ -61,8 +61,8 @@ def parse(text: str) -> dict[str, str]:
 
 
 def script(wanted: dict[str, str], name: str, launcher: list[str], options: list[str], restarts: bool) -> str:
-    """The sbatch script. `launcher`: python, the launcher and the notebook; `options`: the user's own; `restarts`:
-    whether the job is to start anew after the death of a node.
+    """Return the sbatch script. launcher: python, the launcher and the notebook; options: the user's own; restarts:
+    whether Slurm requeues the job after a node failure.
     """
     extra = [f"--time={wanted['time']}"] if "time" in wanted else []
     extra += ["--requeue", "--open-mode=append"] if restarts else []
@@ -78,7 +78,7 @@ def script(wanted: dict[str, str], name: str, launcher: list[str], options: list
 
 
 def submit(text: str, name: str) -> int:
-    """Write the sbatch script to runs/slurm/ in the current folder, and submit it where there is a Slurm."""
+    """Write the sbatch script to runs/slurm/ in the current folder, and submit it if Slurm is available."""
     file = Path("runs/slurm") / f"{name}.sbatch"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""torchrun's options: read as torchrun reads them, completed, and checked to the end before anything is started."""
+"""torchrun's options: parsed as torchrun does, completed, and fully checked before anything is started."""
 
 import argparse
 import os
@@ -7,20 +7,20 @@ from launcher.port import check_port
 from launcher.program import LaunchError, parse
 from rank_entry import BACKENDS
 
-SCRIPT = "rank_entry.py"  # stands for the script in a command line that is only read
+SCRIPT = "rank_entry.py"  # placeholder for the script in a command line that is only parsed
 ENVIRONMENT = ("OMP_NUM_THREADS", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE")  # what `complete_options` may set as well
 SAYS_WHAT_RUNS = {"module": "-m", "no_python": "--no-python", "run_path": "--run-path"}
 
 
 def arguments(options: list[str], namespace: argparse.Namespace | None = None) -> argparse.Namespace:
-    """torchrun's own reading of its options."""
+    """Parse options with torchrun's own parser."""
     from torch.distributed.run import get_args_parser
 
     return parse(lambda words: get_args_parser().parse_args(words, namespace), [*options, "--", SCRIPT], "torchrun")
 
 
 def split_notebook(words: list[str]) -> tuple[str, list[str]]:
-    """The notebook, and torchrun's options, from a command line where they stand in any order."""
+    """Return the notebook and torchrun's options from a command line with both in any order."""
     from torch.distributed.run import get_args_parser
 
     try:
@@ -41,14 +41,14 @@ def split_notebook(words: list[str]) -> tuple[str, list[str]]:
 
 
 def given(options: list[str]) -> set[str]:
-    """The names of the options that the user gave, on the command line or in torchrun's PET_ environment variables."""
+    """Return the names of the options given on the command line or in torchrun's PET_ environment variables."""
     names = set(vars(arguments([]))) - {"training_script", "training_script_args"}
     parsed = vars(arguments(options, argparse.Namespace(**dict.fromkeys(names))))
     return {name for name in names if parsed[name] is not None or f"PET_{name.upper()}" in os.environ}
 
 
 def complete_options(options: list[str], processes: str, local_processes: object) -> list[str]:
-    """The options to start torchrun with. `processes`: as on the command line; `own_processes`: as in the notebook."""
+    """Return torchrun's options. processes: from the command line; own_processes: from the notebook."""
     count = process_count(processes, local_processes, gpu_count())
     if count > 1:
         os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(count)))
@@ -63,7 +63,7 @@ def complete_options(options: list[str], processes: str, local_processes: object
 
 
 def process_count(asked: str, from_notebook: object, gpus: int) -> int:
-    """Processes on this machine. `own`: the notebook's own number, if any; `gpus`: those that NCCL would use."""
+    """Return the number of processes on this machine. own: the notebook's own number, if any; gpus: the GPUs for NCCL."""
     from torch.distributed.run import determine_local_world_size
 
     if asked == "auto":
@@ -82,7 +82,7 @@ def process_count(asked: str, from_notebook: object, gpus: int) -> int:
 
 
 def gpu_count() -> int:
-    """The GPUs that have a collective library of their own; 0 where the ranks run on the CPU with gloo."""
+    """Return the number of GPUs with a collective library of their own; 0 if the ranks run on the CPU with gloo."""
     import torch
 
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -90,13 +90,13 @@ def gpu_count() -> int:
 
 
 def threads_per_rank(processes: int) -> int:
-    """CPU threads for each rank: its share of the cores. Ranks that do not share them run many times slower."""
+    """Return the CPU threads per rank: its share of the cores. Oversubscribed ranks run many times slower."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, cores // processes)
 
 
 def node_range(nnodes: str) -> tuple[int, int]:
-    """The fewest and the most nodes that take part; `--nnodes` is a number or a range."""
+    """Return the minimum and maximum number of nodes; `--nnodes` is a number or a range."""
     from torch.distributed.run import parse_min_max_nnodes
 
     try:
@@ -119,7 +119,7 @@ def rendezvous_options(options: list[str]) -> list[str]:
 
 
 def check(options: list[str]) -> None:
-    """Let torchrun read its options to the end, and look at the port."""
+    """Let torchrun validate its options, and check the port."""
     from torch.distributed.run import config_from_args
 
     read = arguments(options)

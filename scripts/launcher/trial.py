@@ -1,4 +1,4 @@
-"""A program tried in this process, before anything is written: whether it can be imported, and takes its options."""
+"""Try a program in this process before anything is written: import it and parse its options."""
 
 import contextlib
 import importlib
@@ -16,7 +16,7 @@ from rank_entry import open_library
 
 
 class UnwrittenModules(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
-    """Imports a program's modules from their texts, under the file names that they will have."""
+    """Import finder for a program's modules: from their texts, under their future file names."""
 
     def __init__(self, program: Program):
         names = [name for name in program.texts if name not in program.reference_modules]
@@ -41,13 +41,13 @@ class UnwrittenModules(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader
 
 
 def library_modules() -> dict[str, object]:
-    """The modules of the library that this process has imported."""
+    """Return the modules of the library that this process has imported."""
     return {name: module for name, module in sys.modules.items() if name.split(".")[0] == LIBRARY.name}
 
 
 @contextlib.contextmanager
 def unwritten(program: Program) -> Iterator[None]:
-    """The library as the ranks will see it, without a byte on the disk; afterwards this process is as it was."""
+    """Inside, the library is as the ranks will see it, without a write to disk; on exit, this process is restored."""
     before, path, finders, argv = library_modules(), sys.path[:], sys.meta_path[:], sys.argv
     for name in before:
         del sys.modules[name]
@@ -63,9 +63,9 @@ def unwritten(program: Program) -> Iterator[None]:
 
 
 def try_options(program: Program, options: list[str]) -> str | None:
-    """Let the program read its options, once, here. None: it takes them; a text: why it cannot be imported, and where.
+    """Let the program parse its options once. Returns None if it accepts them, or why and where its import failed.
 
-    Raises LaunchError for an option that it does not take, SystemExit where it was asked for its help.
+    Raises LaunchError for an unknown option, SystemExit for --help.
     """
     with unwritten(program):
         try:
