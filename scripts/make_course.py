@@ -1,14 +1,14 @@
-"""Write an nbgrader course of all notebooks, with points by difficulty.
+"""Write an nbgrader course from all notebooks, with points by difficulty.
 
     python scripts/make_course.py course     # make course, make course OUT=course
 
-The folder gets `nbgrader_config.py`, `source/NN_name/NN_name.ipynb` for each notebook, and what nbgrader releases of
-them, with the data that notebooks read: `release/` can be handed out as it is. A check is worth its exercise's
-difficulty, 1 to 5, which stands in the text above it; the notebooks' own metadata says 1 point, since nbgrader wants a
-number there. No output comes along: a solution's would show it.
+The folder gets `nbgrader_config.py`, `source/NN_name/NN_name.ipynb` for each notebook, and
+nbgrader's release version of each, with the data that notebooks read: `release/` can be handed out as it is. A check is
+worth its exercise's difficulty, 1 to 5, given in the text above it; the notebooks' own metadata says 1 point, since
+nbgrader needs a number there. Outputs are removed: they would reveal solutions.
 
-Run again, it brings in what is new in the course. An assignment that a teacher has changed stays, and so does one that
-has submissions: their points belong to the notebook that was handed out.
+A second run brings in changes of the course. It keeps assignments that a teacher has changed or that have
+submissions: their points belong to the notebook that was handed out.
 """
 
 import os
@@ -41,7 +41,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # kernels and ranks outnumber the
 
 
 def difficulties(notebook: dict) -> dict[str, int]:
-    """How difficult each exercise is, by name, as its heading says."""
+    """Return the difficulty of each exercise, by name, from its heading."""
     texts = (cell["source"] for cell in notebook["cells"] if cell["cell_type"] == "markdown")
     parts = [part for text in texts for part in re.split(r"^(?=### Exercise )", text, flags=re.M)]
     matches = [(NAME.match(part), DIFFICULTY.search(part)) for part in parts]
@@ -49,7 +49,7 @@ def difficulties(notebook: dict) -> dict[str, int]:
 
 
 def course_notebook(path: Path) -> dict:
-    """The notebook at `path` as a teacher gets it: without outputs, with points, stamped."""
+    """Return the teacher's version of the notebook at `path`: without outputs, with points, stamped."""
     notebook = read_notebook(path)
     worth = difficulties(notebook)
     for cell in notebook["cells"]:
@@ -64,7 +64,7 @@ def course_notebook(path: Path) -> dict:
 
 
 def refuse_other_folders(folder: Path) -> None:
-    """Raise ExportError where a folder is neither new, nor empty, nor a course that make course has written."""
+    """Raise ExportError unless a folder is new, empty, or a course that make course has written."""
     config = folder / "nbgrader_config.py"
     if folder.exists() and not folder.is_dir():
         raise ExportError(f"{folder} is no folder: name one that is new or empty, OUT=...")
@@ -75,7 +75,7 @@ def refuse_other_folders(folder: Path) -> None:
 
 
 def what_stands(source: Path, new: dict, submissions: int) -> str | None:
-    """Why a source notebook stays as it is; None where the new one is to be written."""
+    """Return why a source notebook is kept; None if the new one is to be written."""
     if not source.exists():
         return None
     old = read_learners(source)
@@ -87,7 +87,7 @@ def what_stands(source: Path, new: dict, submissions: int) -> str | None:
 
 
 def nbgrader_at(folder: Path):
-    """nbgrader's API in the folder of a course, as its nbgrader_config.py has it."""
+    """Return nbgrader's API for a course's folder, configured by its nbgrader_config.py."""
     from nbgrader.apps import NbGraderAPI
     from traitlets.config import PyFileConfigLoader
 
@@ -100,7 +100,7 @@ def nbgrader_at(folder: Path):
 
 
 def base(path: Path) -> str | None:
-    """The stamp of what the course's notebook at `path` was made from; None where there is none, or half of one."""
+    """Return the stamp of the source that the course's notebook at `path` was made from; None without a full one."""
     try:
         return read_learners(path)["metadata"]["course"].get("base")
     except ExportError:
@@ -108,7 +108,7 @@ def base(path: Path) -> str | None:
 
 
 def make_course(notebooks: Path, folder: Path) -> Iterator[str]:
-    """Write or update an nbgrader course of every notebook; a line for each. All is read before anything is written."""
+    """Write or update an nbgrader course of every notebook; return a line for each. Reads all before it writes any."""
     refuse_other_folders(folder)
     new = {path.stem: course_notebook(path) for path in sorted(notebooks.glob("*.ipynb"))}
     sources = {name: folder / "source" / name / f"{name}.ipynb" for name in new}
@@ -136,7 +136,7 @@ def make_course(notebooks: Path, folder: Path) -> Iterator[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0: done; 2: not done, one line says why."""
+    """Write the course. Returns 0, or 2 after printing why not."""
     argv = sys.argv[1:] if argv is None else argv
     if len(argv) != 1 or argv[0].startswith("-"):
         print("usage: python scripts/make_course.py FOLDER", file=sys.stderr)

@@ -1,19 +1,19 @@
 """Hand out the notebooks to a learner: `workbook/` gets each notebook of `notebooks/` with its exercises blank.
 
-    python scripts/make_workbook.py             # hands out what is missing, updates what is there
-    python scripts/make_workbook.py --missing   # touches no notebook that is there
+    python scripts/make_workbook.py             # hands out missing notebooks, updates the others
+    python scripts/make_workbook.py --missing   # touches no existing notebook
 
-nbgrader's own preprocessors make the blank, so a workbook holds the cells that `nbgrader generate_assignment` releases.
+nbgrader's own preprocessors make the blank, so a workbook has the cells that `nbgrader generate_assignment` releases.
 
-An update never loses a cell of the learner's. Cells are matched by id: where the learner changed one, theirs stays,
-whole; everywhere else the course's new one comes in. Where the course has moved cells to a notebook that the learner
-has not got yet, what the learner made of them moves with them. Each blank that was handed out is kept in
-`workbook/.base/`, named by its hash, and a workbook's own metadata says which blank it came from. So one atomic write
-moves a workbook and its base together: after a kill, an old copy put back, or a browser tab that saves over an update,
-the next update still starts from the right blank. Where the course's exercises take a new shape, an update carries over
-what the learner has written (reshape.py).
+An update never loses a learner's cell. Cells are matched by id: a cell that the learner changed is kept unmodified; all
+others are replaced by the course's new ones. If the course has moved cells to a notebook that the learner does not have
+yet, the learner's versions move with them. Each blank that was handed out is kept in `workbook/.base/`, named by its
+hash, and a workbook's metadata names the blank it was made from. So one atomic write moves a workbook and its base
+together: after a kill, a restored old copy, or a browser tab that saves over an update, the next update still starts
+from the right blank. If the course's exercises take a new shape, an update carries over the learner's answers
+(reshape.py).
 
-scripts/lab/welcome.md goes to `workbook/00_welcome.md`, and is replaced as long as the learner has left it alone.
+scripts/lab/welcome.md goes to `workbook/00_welcome.md`, and is replaced unless the learner has changed it.
 
 nbdime merges only the metadata. Its merge of cells (use-local), on 1000 random pairs of edits, lost a learner's cell in
 9 of them, mixed the lines of two versions in 9 and gave two cells one id in 26.
@@ -45,14 +45,14 @@ STEPS = "LockCells", "ClearSolutions", "ClearOutput", "ClearHiddenTests", "Compu
 
 
 def stamp(notebook: dict) -> str:
-    """A short hash of a notebook, leaving out the stamp that it may bear itself."""
+    """Return a short hash of a notebook without its own stamp."""
     course = {key: value for key, value in notebook["metadata"].get("course", {}).items() if key != "base"}
     unstamped = {**notebook, "metadata": {**notebook["metadata"], "course": course}}
     return hashlib.sha256(json.dumps(unstamped, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def blank_notebook(path: Path) -> dict:
-    """The notebook at `path` as a learner gets it: no solutions, hidden tests or outputs; checks locked; stamped."""
+    """Return the blank of the notebook at `path`: no solutions, hidden tests or outputs; checks locked; stamped."""
     import nbformat
     from nbgrader import preprocessors
     from nbgrader.nbgraderformat import ValidationError
@@ -73,14 +73,14 @@ def blank_notebook(path: Path) -> dict:
 
 
 def go_on_after_failures(notebook: dict) -> None:
-    """Tag what fails until an exercise is solved, checks and values, so that Run All goes on below it."""
+    """Tag cells that fail until an exercise is solved, checks and values, so that Run All continues below them."""
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code" and (exercise_of(cell["id"], "check") or is_value(cell)):
             cell["metadata"]["tags"] = [*cell["metadata"].get("tags", []), GOES_ON]
 
 
 def opens_clean(notebook: dict) -> dict:
-    """The notebook with the version of this Python: JupyterLab would add it on opening, and call that a change."""
+    """Return the notebook with this Python's version: JupyterLab would add it on opening, as a change."""
     language = notebook["metadata"].get("language_info", {})
     if language.get("name") != "python" or "version" in language:
         return notebook
@@ -89,13 +89,13 @@ def opens_clean(notebook: dict) -> dict:
 
 
 def to_text(notebook: dict) -> str:
-    """The notebook as the text of a file. Escaped, since a learner's output may hold half of a surrogate pair."""
+    """Return the notebook as a file's text. Escaped, since a learner's output may contain half of a surrogate pair."""
     cells = [{**cell, "source": cell["source"].splitlines(keepends=True)} for cell in notebook["cells"]]
     return json.dumps({**notebook, "cells": cells}, indent=1, sort_keys=True) + "\n"
 
 
 def read_learners(path: Path) -> dict:
-    """The learner's notebook at `path`. ExportError where an editor or a crash has left something else there."""
+    """Return the learner's notebook at `path`. Raises ExportError if an editor or a crash has damaged it."""
     try:
         notebook = read_notebook(path)
         notebook.setdefault("metadata", {}).setdefault("course", {}).get("base")
@@ -113,7 +113,7 @@ def base_file(path: Path, base_stamp: str) -> Path:
 
 
 def read_base(path: Path, base_stamp: str) -> dict | None:
-    """The blank that the workbook at `path` came from; None where it is missing or is not what was handed out."""
+    """Return the blank that the workbook at `path` was made from; None if it is missing or damaged."""
     try:
         base = read_learners(base_file(path, base_stamp))
     except ExportError:
@@ -129,10 +129,10 @@ def alike(one: dict | None, other: dict | None) -> bool:
 
 
 def by_id(cells: list[dict], known: dict[str, dict]) -> dict[str, dict]:
-    """The learner's cells by id, in their order, where an editor may have dropped, repeated or replaced ids.
+    """Return the learner's cells by id, in order. An editor may have dropped, repeated or replaced ids.
 
-    A cell whose id is of no use counts as the known cell that its nbgrader metadata names, or, where it has no id at
-    all, as one that says the same; failing that, it is a cell of the learner's own.
+    A cell without a usable id is taken for the known cell that its nbgrader metadata names, or, if it has no id at
+    all, for a cell with the same text; otherwise it is the learner's own.
     """
     ids = [None] * len(cells)
     for number, cell in enumerate(cells):
@@ -152,7 +152,7 @@ def by_id(cells: list[dict], known: dict[str, dict]) -> dict[str, dict]:
 
 
 def merged_metadata(base: dict, learner: dict, course: dict) -> dict:
-    """Both sides' changes to a metadata mapping; the learner's where they clash."""
+    """Return both sides' changes to a metadata mapping; on conflict, the learner's."""
     if learner == base or course == base:
         return course if learner == base else learner
     from nbdime.merging.decisions import apply_decisions
@@ -163,7 +163,7 @@ def merged_metadata(base: dict, learner: dict, course: dict) -> dict:
 
 
 def settled(base: dict | None, learner: dict | None, course: dict | None) -> dict | None:
-    """The one of three versions of a cell that stands after an update; None stands for no cell, before and after."""
+    """Return the version of a cell, of three, to keep in an update. None means no cell, as argument and result."""
     if learner is None:
         return course if base is None else None
     if alike(learner, base) and course is None:
@@ -176,14 +176,14 @@ def settled(base: dict | None, learner: dict | None, course: dict | None) -> dic
 
 
 def directives(cell: dict) -> str:
-    """The lines `#| ...` that a cell begins with."""
+    """Return the lines `#| ...` that a cell begins with."""
     lines = cell["source"].splitlines(keepends=True)
     return "".join(itertools.takewhile(lambda line: line.startswith("#|"), lines))
 
 
 def with_moved_imports(cell: dict | None, base: dict | None, course: dict | None) -> dict | None:
-    """A cell with what is the course's matter where the learner has left it alone: the directives that say to which
-    module an answer goes, and the modules that names of the library are imported from.
+    """Return a cell with the course's updates to lines that the learner has not changed: the directives that name an
+    answer's module, and the modules that library names are imported from.
     """
     if None in (cell, base, course):
         return cell
@@ -198,7 +198,7 @@ def with_moved_imports(cell: dict | None, base: dict | None, course: dict | None
 
 
 def ordered(base: dict, learner: dict, course: dict, standing: dict) -> list[str]:
-    """The ids of the standing cells in the course's order; what the learner added or moved follows what it followed."""
+    """Return the ids of the kept cells in the course's order; cells that the learner added or moved follow what they did."""
     reference = list(base or course)
     blocks = difflib.SequenceMatcher(None, reference, list(learner), autojunk=False).get_matching_blocks()
     unmoved = {name for block in blocks for name in reference[block.a : block.a + block.size]}
@@ -215,10 +215,11 @@ def ordered(base: dict, learner: dict, course: dict, standing: dict) -> list[str
 def merge(
     base: dict | None, learner: dict, course: dict, elsewhere: dict[str, dict] | None = None
 ) -> tuple[dict, list[str]]:
-    """The updated notebook, and the ids of the course's changes that it leaves out because the learner's cell stands.
+    """Return the updated notebook, and the ids of the course's changes left out in favor of the learner's cells.
 
-    Without a base every cell that differs from the course's counts as the learner's, and one they deleted comes back.
-    elsewhere: the cells of the learner's other notebooks, by id. What the course drops here and stands there goes.
+    Without a base every cell that differs from the course's counts as the learner's, and deleted cells are restored.
+    elsewhere: the cells of the learner's other notebooks, by id. A cell that the course drops here and that is there
+    is removed.
     """
     elsewhere = elsewhere or {}
     old = {cell["id"]: cell for cell in base["cells"]} if base else {}
@@ -246,7 +247,7 @@ def merge(
 
 
 def describe(left_out: list[str], notebook: dict, course: dict) -> str:
-    """Each change of the course that was left out, by the number and id of its cell."""
+    """Describe each change of the course that was left out, by the number and id of its cell."""
     numbers = {cell["id"]: number for number, cell in enumerate(notebook["cells"], start=1)}
     offered = {cell["id"] for cell in course["cells"]}
     words = []
@@ -257,7 +258,7 @@ def describe(left_out: list[str], notebook: dict, course: dict) -> str:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a notebook that cannot be read; where it is now."""
+    """Rename a notebook that cannot be read; return its new path."""
     number = 1
     while (aside := path.with_name(f"{path.name}.broken-{number}")).exists():
         number += 1
@@ -266,7 +267,7 @@ def set_aside(path: Path) -> Path:
 
 
 def keep_base(path: Path, blank: dict) -> None:
-    """Keep `blank` as a base for the workbook at `path`. It does nothing until a workbook bears its stamp."""
+    """Keep `blank` as a base for the workbook at `path`. It has no effect until a workbook has its stamp."""
     base_stamp = blank["metadata"]["course"]["base"]
     if read_base(path, base_stamp) is None:
         base_file(path, base_stamp).parent.mkdir(parents=True, exist_ok=True)
@@ -274,7 +275,7 @@ def keep_base(path: Path, blank: dict) -> None:
 
 
 def dropped_here(learner: dict, blank: dict) -> set[str]:
-    """The ids of a learner's cells that the course does not have in this notebook."""
+    """Return the ids of a learner's cells that the course does not have in this notebook."""
     return {cell.get("id") for cell in learner["cells"]} - {cell["id"] for cell in blank["cells"]}
 
 
@@ -289,8 +290,8 @@ def cells_elsewhere(path: Path, names: set[str]) -> dict[str, dict]:
 
 
 def with_moved_cells(blank: dict, path: Path, notebooks: Path) -> dict:
-    """The blank of a notebook that the learner has not got, with what the learner made of its cells in the notebooks
-    where the course had them before.
+    """Return the blank of a notebook that the learner does not have yet, with the learner's versions of cells that the
+    course had in other notebooks before.
     """
     now = {each.name: [cell.get("id") for cell in read_notebook(each)["cells"]] for each in notebooks.glob("*.ipynb")}
     counts = collections.Counter(itertools.chain(*now.values()))  # many notebooks have a cell named title
@@ -323,7 +324,7 @@ def with_moved_cells(blank: dict, path: Path, notebooks: Path) -> dict:
 
 
 def update(path: Path, blank: dict) -> str:
-    """Bring the learner's notebook at `path` up to `blank`; one line that says what became of it."""
+    """Update the learner's notebook at `path` to `blank`; return one line on the result."""
     saved = path.read_bytes()
     learner = read_learners(path)
     base_stamp = learner["metadata"]["course"].get("base")
@@ -337,7 +338,7 @@ def update(path: Path, blank: dict) -> str:
         matched = reshape(base, by_id(learner["cells"], known), blank)
         base, learner, message = matched.base, {**learner, "cells": matched.cells}, matched.words()
     notebook, left_out = merge(base, learner, blank, cells_elsewhere(path, dropped_here(learner, blank)))
-    if path.read_bytes() != saved:  # JupyterLab saved meanwhile: take that instead
+    if path.read_bytes() != saved:  # JupyterLab has saved in between: use that version
         return update(path, blank)
     write_atomically(path, to_text(opens_clean(notebook)))
     line = f"{path.stem}: updated{message}"
@@ -351,7 +352,7 @@ def update(path: Path, blank: dict) -> str:
 
 
 def hand_out(path: Path, blank: dict, notebooks: Path) -> str:
-    """Write or update the workbook at `path`; one line that says what became of it."""
+    """Write or update the workbook at `path`; return one line on the result."""
     aside = ""
     if path.exists():
         try:
@@ -377,8 +378,8 @@ def is_older(path: Path) -> bool:
 
 
 def make_workbook(notebooks: Path, workbook: Path, only_missing: bool = False) -> Iterator[str]:
-    """Hand out or update every notebook of a folder; a line for each. All are made blank before any is written. What is
-    missing comes first: an update drops a cell that has moved when it stands where it has moved to.
+    """Hand out or update every notebook of a folder; return a line for each. All blanks are made before any is written.
+    Missing notebooks come first: an update drops a moved cell once it is in its new notebook.
     """
     paths = sorted(notebooks.glob("*.ipynb"))
     if only_missing:
@@ -394,9 +395,9 @@ def make_workbook(notebooks: Path, workbook: Path, only_missing: bool = False) -
 
 
 def hand_out_page(source: Path, path: Path, only_missing: bool = False) -> Iterator[str]:
-    """Write or update a page that is no notebook; a line where something became of it.
+    """Write or update a page that is not a notebook; return a line if anything changed.
 
-    Each version that was handed out is kept in `.base/`, named by its hash. A page that is none of them is a learner's.
+    Each version that was handed out is kept in `.base/`, named by its hash. Any other version is a learner's.
     """
 
     def saved_blank(page: bytes) -> Path:
@@ -412,7 +413,7 @@ def hand_out_page(source: Path, path: Path, only_missing: bool = False) -> Itera
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0: done; 2: not done, one line says why."""
+    """Write the workbooks. Returns 0, or 2 after printing why not."""
     argv = sys.argv[1:] if argv is None else argv
     if argv not in ([], ["--missing"]):
         print("usage: python scripts/make_workbook.py [--missing]", file=sys.stderr)

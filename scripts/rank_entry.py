@@ -1,18 +1,18 @@
-"""The program of each rank: `main` of a notebook's default module, inside a process group. An error is written down.
+"""The program of each rank: `main` of a notebook's default module, inside a process group. Errors are recorded.
 
     python -m torch.distributed.run … scripts/rank_entry.py [options] MODULE [options of the program]
 
-The launcher starts it through torchrun, on the CPU in forks of a process that has imported PyTorch; the command that
-`--dry-run` prints starts it without the launcher. In order:
+The launcher starts it through torchrun, on the CPU in forks of a process that has imported PyTorch; the command printed
+by `--dry-run` starts it without the launcher. In order:
 
 1. Watch the launcher, so that no rank outlives it: a SIGKILL of torchrun leaves its ranks alive.
-2. Join the default process group: NCCL (or XCCL) on GPU number LOCAL_RANK, gloo on the CPU. There is one on a single
-   rank too, so `main` and every `group=None` may rely on it; `main` does not initialize another.
+2. Join the default process group: NCCL (or XCCL) on GPU number LOCAL_RANK, gloo on the CPU. A single rank
+   has one too, so `main` and every `group=None` may rely on it; `main` does not initialize another.
 3. Lay the learner's modules over the reference's, import MODULE and call `main(options)`.
 4. End by destroying the group, flushing and `os._exit`: a gloo rank may abort while the interpreter shuts down. A fork
-   hears first from torchrun that all ranks are through.
+   first waits until torchrun reports that all ranks are done.
 
-An error goes to torchrun's error file and to the launcher's folder, which tells which rank was first.
+An error goes to torchrun's error file and to the launcher's folder, which reports the first rank to fail.
 """
 
 import argparse
@@ -48,9 +48,9 @@ GRACE_S = 5.0  # how long a rank that only lost its peer waits for the peer to s
 
 
 class LearnersModules:
-    """Import finder: modules that lie in the overlay and fit the reference's, save for `reference_modules`; all others
-    are the reference's. What has its name from a package of the reference has to be one: an overlay of a time before
-    packages has other modules.
+    """Import finder: modules in the overlay that fit the reference's, except `reference_modules`; all others are the
+    reference's. A name that is a package in the reference must be one in the overlay: overlays older than the
+    packages have other modules.
     """
 
     def __init__(self, overlay: Path, reference: Path, reference_modules: list[str]):
@@ -76,7 +76,7 @@ class LearnersModules:
 
 
 def open_library(overlay: Path | None, reference_modules: list[str]) -> None:
-    """Make this tree's `course_lib` importable, the modules of `overlay` first, save for `reference_modules`."""
+    """Make this tree's `course_lib` importable, the modules of `overlay` first, except `reference_modules`."""
     sys.path.insert(0, str(ROOT))
     importlib.import_module("course_lib")
     if overlay:
@@ -107,14 +107,14 @@ def join_group() -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Import the notebook's module and run its `main`, between joining and leaving the process group."""
-    gc.disable()  # imports make much and drop little
+    gc.disable()  # imports create many objects and free few
     open_library(args.overlay, args.reference_modules)
     import torch.distributed
 
     watch_other_nodes(args.reports)
     join_group()
     program = importlib.import_module(f"course_lib.{args.module}")
-    gc.freeze()  # a collection, which the other ranks wait for, looks at what the program makes, not at PyTorch
+    gc.freeze()  # a collection, which the other ranks wait for, then visits only the program's objects, not PyTorch's
     gc.enable()
     sys.argv = [program.__file__, *args.options]
     try:
@@ -127,7 +127,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def report_error(error: BaseException, reports: Path | None) -> None:
-    """Write down what went wrong, tell the other nodes, and say it here where no launcher will."""
+    """Record the error, tell the other nodes, and print it if no launcher will."""
     report, others = describe(error), OtherNodes(job_here())
     write_report(report, reports)
     attempt, last = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
@@ -143,7 +143,7 @@ def report_error(error: BaseException, reports: Path | None) -> None:
         time.sleep(GRACE_S)
     elif last_attempt and not others.alone:
         others.tell(report["rank"], report["host"], report["headline"])
-    if last_attempt and not others.alone:  # before a restart nobody reads it, and the store may have gone with its node
+    if last_attempt and not others.alone:  # before a restart no one reads it, and the store may be gone with its node
         write_report(report | {"first": others.first()}, reports)
 
 
@@ -176,7 +176,7 @@ def name_process(program: str) -> None:
 
 
 def end_group(how: signal.Signals) -> None:
-    """Signal this rank's process group, the rank and what it has started: torchrun makes each rank the head of one."""
+    """Signal this rank's process group, the rank and its children: torchrun makes each rank the head of one."""
     if os.getpgrp() == os.getpid():
         os.killpg(0, how)
     elif how == signal.SIGKILL:
@@ -184,7 +184,7 @@ def end_group(how: signal.Signals) -> None:
 
 
 def watch_launcher(launcher: int, reports: Path | None) -> None:
-    """Leave this rank's process number for the launcher, and end the rank within a second of the launcher's death."""
+    """Write this rank's process id for the launcher, and end the rank within a second of the launcher's death."""
     parent = multiprocessing.parent_process()  # of a fork: the launcher
     if reports:
         (reports / f"{os.environ['LOCAL_RANK']}.json").unlink(missing_ok=True)  # of an attempt before this one
@@ -205,7 +205,7 @@ def watch_launcher(launcher: int, reports: Path | None) -> None:
 
 
 def finish(status: int, reports: Path | None) -> None:
-    """End this rank, and what it has started, without the interpreter's own shutdown."""
+    """End this rank and its children without the interpreter's own shutdown."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -220,7 +220,7 @@ def finish(status: int, reports: Path | None) -> None:
 
 
 def main() -> None:
-    """Read the command line and live the life of a rank."""
+    """Parse the command line and run a rank from start to end."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--overlay", type=Path, help="folder whose modules lie over course_lib: the learner's own")
     parser.add_argument("--reference-modules", type=lambda names: names.split(","), default=[], help="save for these")

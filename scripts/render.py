@@ -1,11 +1,11 @@
-"""Run notebooks and keep their outputs in them, so that they read like a book: make render, or make render NB=01.
+"""Run notebooks and save their outputs in them, so that they read like a book: make render, or make render NB=01.
 
     python scripts/render.py notebooks/01_single_gpu.ipynb ...
 
-A notebook is replaced when its last cell has run, in one step; one that fails stays as it was. It is cleaned
-(clean.py), and the code of figures is collapsed (edit.py). Views of widgets are left out: without a kernel they are
-error messages, which is why a static figure stands beside each. So are complaints that name files of this machine, and
-what is left of a long cell's bar. Pictures are stored as small as they get without a loss.
+A notebook is replaced atomically after its last cell has run; if it fails, it does not change. It is cleaned
+(clean.py), and the code of figures is collapsed (edit.py). Not saved: widget views, which are error messages without a
+kernel (so each widget has a static figure next to it), warnings that name files of this machine, and the remains of a
+long cell's progress bar. Pictures are compressed losslessly.
 """
 
 import base64
@@ -29,7 +29,7 @@ CELL_TIMEOUT_S = 600
 
 
 def shrunk(png: str) -> str:
-    """The same picture in fewer bytes: without a layer of transparency where nothing is transparent. Both in base64."""
+    """Compress a picture losslessly, without an alpha channel if nothing is transparent. Base64 in and out."""
     picture = Image.open(io.BytesIO(base64.b64decode(png)))
     if picture.mode == "RGBA" and picture.getextrema()[3] == (255, 255):
         picture = picture.convert("RGB")
@@ -39,13 +39,13 @@ def shrunk(png: str) -> str:
 
 
 def is_stored(output: dict) -> bool:
-    """Neither a view of a widget, nor a library's complaint that names a file of this machine, nor an empty output."""
+    """Return whether an output is saved: no widget view, no warning that names a file of this machine, not empty."""
     complains = output.get("name") == "stderr" and re.search(rf"{re.escape(str(ROOT))}|site-packages", output["text"])
     return WIDGET not in output.get("data", {}) and output.get("data") != {} and not complains
 
 
 def render(path: Path) -> None:
-    """Run the notebook at `path` and replace it by the result. ExportError, naming the cell, where one fails."""
+    """Run the notebook at `path` and replace it by the result. Raises ExportError, naming the cell, if one fails."""
     read_notebook(path)
     notebook = nbformat.read(path, as_version=4)
     running = [0]
@@ -74,7 +74,7 @@ def render(path: Path) -> None:
 
 
 def main(paths: list[str]) -> int:
-    """Render each notebook in turn; 1 where one of them failed."""
+    """Render each notebook in turn. Returns 1 if one of them failed."""
     status = 0
     for path in map(Path, paths):
         start_s = time.perf_counter()

@@ -1,8 +1,8 @@
-"""Carry a learner's notebook of an older course over to exercises whose cell is what the learner writes and nothing
-else: `def launch(self: Bucket)`, where it was a whole class with the given code around a blank.
+"""Convert a learner's notebook of an older course to exercises whose cells contain only the learner's code:
+`def launch(self: Bucket)`, formerly a full class with given code around a blank.
 
-What a learner has written is taken out of the old cell by its names. An old cell in which more than that was changed
-is kept below the new one, as a raw cell: nothing that a learner has written is lost.
+A learner's code is extracted from the old cell by its names. An old cell with other changes is kept below the new one,
+as a raw cell: nothing that a learner has written is lost.
 """
 
 import ast
@@ -34,7 +34,7 @@ class Part:
 
 
 def parts(source: str) -> list[Part]:
-    """The definitions and imports of a text, those in classes as well. Raises SyntaxError."""
+    """Return the definitions and imports of a text, including those in classes. Raises SyntaxError."""
     lines, tree = source.split("\n"), ast.parse(source)
 
     def part(node: ast.stmt, cls: str | None, name: str, start: int, end: int) -> Part:
@@ -48,7 +48,7 @@ def parts(source: str) -> list[Part]:
 
 
 def without_directives(cell: dict) -> str:
-    """A cell's source without the lines `#| ...` that it begins with."""
+    """Return a cell's source without the lines `#| ...` that it begins with."""
     lines = cell["source"].split("\n")
     while lines and lines[0].startswith("#|"):
         lines.pop(0)
@@ -65,7 +65,7 @@ class Answers:
         self.taken: set[int] = set()  # lines of `learners`
 
     def moved_to(self, wanted: ExportedCell) -> str | None:
-        """The source of a new cell; None where the learner has written nothing of it."""
+        """Return the source of a new cell; None if the learner has written nothing for it."""
         result = {name: self.answer(name, definition.node, wanted) for name, definition in wanted.definitions.items()}
         if not any(result.values()):
             return None
@@ -73,7 +73,7 @@ class Answers:
         return wanted.source.split("\n")[0] + "\n" + "\n\n\n".join([*self.added(wanted), *texts])
 
     def nothing_else(self) -> bool:
-        """Return whether all that was not moved is as it was handed out."""
+        """Return whether everything that was not moved is as handed out."""
         if self.handed_out is None:
             return False
         moved = {part.key for part in self.parts if part.lines <= self.taken}
@@ -82,7 +82,7 @@ class Answers:
 
     @staticmethod
     def rest(source: str, without: set[int]) -> list[str]:
-        """The lines of a text that hold something, but for some of them."""
+        """Return the nonblank lines of a text, except some of them."""
         lines = enumerate(source.split("\n"), start=1)
         return [line.strip() for number, line in lines if line.strip() and number not in without]
 
@@ -92,13 +92,13 @@ class Answers:
         return not BLANK.search(part.text) and (given is None or given.text != part.text)
 
     def find(self, name: str, cls: str | None) -> Part | None:
-        """The learner's definition of a name; a method of the class, or else of the one class that has it."""
+        """Return the learner's definition of a name; a method of the class, or else of the only class that has it."""
         result = [part for part in self.parts if part.name == name and (part.cls is None) == (cls is None)]
         exact = [part for part in result if part.cls == cls]
         return exact[-1] if exact else result[0] if len(result) == 1 else None
 
     def answer(self, name: str, course: Definition, wanted: ExportedCell) -> str | None:
-        """Return the learner's code of a definition; None if there is none."""
+        """Return the learner's code for a definition, or None."""
         part = self.find(name, wanted.cls)
         if part is None or not isinstance(course, ast.ClassDef) or not isinstance(part.node, ast.ClassDef):
             return annotated(self.take(part), wanted.cls) if part and self.is_theirs(part) else None
@@ -108,7 +108,7 @@ class Answers:
         return self.filled("\n".join(wanted.definitions[name].lines), course)
 
     def filled(self, text: str, course: ast.ClassDef) -> str | None:
-        """The course's class, `text`, with what the learner has written of its methods; None where that is nothing."""
+        """Return the course's class, `text`, with the learner's methods; None if the learner has written none."""
         result = False
         for method in methods_of(course):
             for mine in [part for part in self.parts if part.key == (course.name, method.name)][-1:]:
@@ -121,12 +121,12 @@ class Answers:
         return text if result else None
 
     def take(self, part: Part) -> str:
-        """The text of a part, which is moved."""
+        """Mark a part as moved and return its text."""
         self.taken |= part.lines
         return part.text
 
     def added(self, wanted: ExportedCell) -> list[str]:
-        """Imports and helpers that the learner has added, in their order."""
+        """Return the imports and helpers that the learner has added, in order."""
         imports, helpers = [], []
         for part in self.parts if self.given else ():
             if part.key in self.given or part.lines <= self.taken:
@@ -141,12 +141,12 @@ class Answers:
 
 
 def methods_of(node: ast.ClassDef) -> list[ast.FunctionDef]:
-    """The functions in a class."""
+    """Return the functions in a class."""
     return [each for each in node.body if isinstance(each, ast.FunctionDef)]
 
 
 def annotated(text: str, cls: str | None) -> str:
-    """A function's text, its first parameter annotated by the class whose method it is."""
+    """Return a method's text with its first parameter annotated by its class."""
     node = ast.parse(text).body[0]
     decorators = {ast.unparse(each) for each in getattr(node, "decorator_list", ())}
     first = [*node.args.posonlyargs, *node.args.args][:1] if isinstance(node, ast.FunctionDef) else []
@@ -160,7 +160,7 @@ def annotated(text: str, cls: str | None) -> str:
 
 
 def has_old_shape(base: dict | None, learner: dict) -> bool:
-    """Return whether what the learner was handed out is a notebook of an older course."""
+    """Return whether the notebook handed out to the learner is of an older course."""
     return program_of(base or learner) is None
 
 
@@ -182,8 +182,8 @@ class Reshaped:
 
 
 def reshape(base: dict | None, learner: dict[str, dict], course: dict) -> Reshaped:
-    """Before an update to the new shape, make each code cell that the learner has changed the course's, with what they
-    have written of an exercise; a raw cell below holds what else they have changed.
+    """Before an update to the new shape, replace each code cell that the learner has changed by the course's, with the
+    learner's answers; a raw cell below keeps their other changes.
 
     base, course: notebooks; learner: the cells by id.
     """
@@ -219,7 +219,7 @@ def reshape(base: dict | None, learner: dict[str, dict], course: dict) -> Reshap
 
 
 def is_changed(cell: dict, old: dict | None, new: dict | None) -> bool:
-    """Return whether a cell of the course's code is neither what was handed out nor what the course has now."""
+    """Return whether a course cell's code differs from both the version handed out and the course's present one."""
     same = [each for each in (old, new) if each and all(each[key] == cell[key] for key in ("cell_type", "source"))]
     return cell["cell_type"] in ("code", "raw") and not same and (old or new) is not None
 
@@ -230,8 +230,8 @@ def is_value(course: dict | None) -> bool:
 
 
 def move_answers(name: str, old: dict, learner: dict, new: dict) -> tuple[dict[str, str | None], bool]:
-    """The sources of the course's cells of the exercise in the cell `name`, by id, None where the learner has written
-    nothing of one; and whether the learner's cells hold nothing else of their own.
+    """Return the sources of the exercise's cells in the course, by id, None for a cell without an answer; and whether
+    the learner's cells have no other code of their own. name: the id of the exercise's cell.
     """
     mine = [each for each in learner if exercise_of(each) == exercise_of(name) and learner[each]["cell_type"] == "code"]
     if name not in mine or exercise_of(name) is None:
@@ -250,7 +250,7 @@ def move_answers(name: str, old: dict, learner: dict, new: dict) -> tuple[dict[s
 
 
 def set_aside(cell: dict, taken: set[str]) -> dict:
-    """A raw cell with the text of a learner's cell, under an id of its own."""
+    """Return a raw cell with the text of a learner's cell and an id of its own."""
     ids = (f"old-{cell['id']}"[:60] + (f"-{number}" if number else "") for number in itertools.count())
     words = f"Your cell {cell['id']} as it was before this notebook changed its shape. Delete it when you like."
     free_id = next(each for each in ids if each not in taken)

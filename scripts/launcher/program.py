@@ -112,8 +112,8 @@ def spliced_modules(notebook: dict, path: Path) -> dict[str, str]:
 
 
 def passed_over(library: Path, chapters: list[str], texts: dict[str, str] | None) -> list[str]:
-    """Return the copies in a learner's library that this launch does not run: those not in `texts`; if nothing is exported
-    (None), those with an answer of one of these chapters.
+    """Return the copies in a learner's library that this launch does not run: those not in `texts`; if nothing is
+    exported (None), those with an answer of one of these chapters.
     """
     if library == LIBRARY:
         return []

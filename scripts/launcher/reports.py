@@ -47,7 +47,7 @@ def describe(error: BaseException) -> dict:
 
 
 def write_report(report: dict, folder: Path | None) -> None:
-    """Write a report to torchrun's error file and to the launcher's folder, each atomically: torchrun may end this rank."""
+    """Write a report to torchrun's error file and to the launcher's folder, each atomically: torchrun may kill us."""
     files = [Path(os.environ["TORCHELASTIC_ERROR_FILE"])] if os.environ.get("TORCHELASTIC_ERROR_FILE") else []
     files += [folder / f"{os.environ['LOCAL_RANK']}.json"] if folder else []
     for file in files:

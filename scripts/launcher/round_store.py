@@ -14,7 +14,7 @@ from datetime import timedelta
 
 
 def round_store(address: str, port: int, rank: int, world_size: int, keeps_it: bool = False) -> object:
-    """Return the store of this round. keeps_it: this rank hosts the store, if torchrun does not."""
+    """Return the store of this round. keeps_it: this rank hosts the store, since torchrun does not."""
     from torch.distributed import PrefixStore, TCPStore
 
     def client():

@@ -124,8 +124,8 @@ def fork_ranks(args: argparse.Namespace, folder: Path) -> None:
     MultiprocessContext._poll = poll
     args.run_path, args.start_method = True, "forkserver"
     forkserver.set_forkserver_preload(IMPORTED_ONCE)
-    sys.warnoptions.append("ignore:resource_tracker:UserWarning")  # it frees what ranks leave behind: not of interest to the user
-    process.current_process()._config["tempdir"] = str(folder)  # a folder that is also removed if the launcher is killed
+    sys.warnoptions.append("ignore:resource_tracker:UserWarning")  # it frees what ranks leave: not for the user
+    process.current_process()._config["tempdir"] = str(folder)  # a folder also removed if the launcher is killed
     vars(sys.modules["__main__"]).pop("__file__", None)  # or each fork would first run the launcher's script
 
 

@@ -48,7 +48,7 @@ def given(options: list[str]) -> set[str]:
 
 
 def complete_options(options: list[str], processes: str, local_processes: object) -> list[str]:
-    """Return torchrun's options. processes: from the command line; own_processes: from the notebook."""
+    """Return torchrun's options. processes: from the command line; local_processes: from the notebook."""
     count = process_count(processes, local_processes, gpu_count())
     if count > 1:
         os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(count)))
@@ -63,7 +63,7 @@ def complete_options(options: list[str], processes: str, local_processes: object
 
 
 def process_count(asked: str, from_notebook: object, gpus: int) -> int:
-    """Return the number of processes on this machine. own: the notebook's own number, if any; gpus: the GPUs for NCCL."""
+    """Return the number of processes on this machine. gpus: the number of GPUs that NCCL would use."""
     from torch.distributed.run import determine_local_world_size
 
     if asked == "auto":
