@@ -143,7 +143,7 @@ def module_name(file: Path, library: Path) -> str:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace the content of `path` by `text` atomically, so that no reader ever sees half a file, even after a kill."""
+    """Replace the content of `path` by `text` atomically: no reader sees half a file, even after a kill."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
