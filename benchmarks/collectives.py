@@ -2,7 +2,7 @@
 
     python benchmarks/collectives.py        # writes benchmarks/results/collectives_<device>.json
 
-Ours and PyTorch's run in alternation on the same tensors, each after a barrier, and so does PyTorch's against itself:
+Ours and PyTorch's run in alternation on the same tensors, each after a barrier, as does PyTorch's against itself:
 the spread of that ratio is the noise. Times are rank 0's, medians of 9 pairs. On NCCL where there are enough GPUs.
 """
 

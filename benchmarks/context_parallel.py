@@ -12,7 +12,7 @@ parallelize_module with Shard(1) between the layers, SequenceParallel norms and 
 the norms' gradients to the code that reads them, ours computes it. Their losses are compared.
 
 Two and four ranks on this machine's CPU, or a rank for each GPU. Each kind runs in alternation with its rival, each
-after a barrier and until all ranks are done, and so does the rival with itself: the spread of that ratio is the noise.
+after a barrier and until all ranks are done, as does the rival with itself: the spread of that ratio is the noise.
 Times are medians of PAIRS pairs; peaks the largest of all ranks.
 """
 

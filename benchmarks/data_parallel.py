@@ -4,7 +4,7 @@
 
 Two and four ranks on this machine's CPU, or one rank per GPU. A step is zero_grad, forward, backward, finish. The
 rival has its best options, and both have the bucket size of BUCKET_MB at which they were fastest. They run in
-alternation, each after a barrier, and so does the rival against itself: the spread of that ratio is the noise. Times
+alternation, each after a barrier, as does the rival against itself: the spread of that ratio is the noise. Times
 are rank 0's, medians of PAIRS pairs, and of 9 for the modes naive and overlap.
 """
 

@@ -13,8 +13,8 @@ Dispatch: the output of all ranks' experts for each rank's tokens, forward and b
 grouped experts; k = 8 of 32 also with a token on at most M of 4 nodes. "error": as above. "mib_sent": bytes that a rank
 sends, counted.
 
-In float32 on CPUs, in bfloat16 on GPUs. Each kind runs in alternation with its rival, and so does the rival with
-itself: the spread of that ratio is the noise. Times are medians of PAIRS pairs, those of ranks after a barrier and
+In float32 on CPUs, in bfloat16 on GPUs. Each kind runs in alternation with its rival, as does the rival with
+itself: the spread of that ratio is the noise. Times are medians of PAIRS pairs, on several ranks after a barrier and
 until all are done; peaks the least of PEAKS, the largest of all ranks.
 """
 

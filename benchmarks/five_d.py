@@ -9,7 +9,7 @@ tp, FSDP2's fully_shard for zero3 (with pp: kept after forward), torch.distribut
 FSDP2 prefetches implicitly or explicitly, whichever is faster; without pp it sends gradients once per step or, as ours
 does, with each micro-batch. Embeddings are not tied, since PyTorch's pipeline does not support tied weights. Losses,
 norms, and all weights after CHECKED steps must agree before any timing. Both run in alternation, each after a barrier
-and until all ranks are done, and so do two instances of the rival: the spread of their ratio is the noise. Times are
+and until all ranks are done, as do two instances of the rival: the spread of their ratio is the noise. Times are
 rank 0's, medians of PAIRS pairs; "step_peak_mib": the peak above the memory between steps, the maximum over ranks of
 the minimum of PEAKS runs.
 

@@ -267,7 +267,7 @@ def run_all(args: argparse.Namespace, jobs: dict[str, Job], known: dict[str, dic
                     if not all(lane.done() for lane in lanes):
                         run.stop()
     if run.no_time:
-        print(f"no time was left for {len(run.no_time)} jobs: run it again, and it goes on with {run.no_time[0]!r}")
+        print(f"no time was left for {len(run.no_time)} jobs: run it again to continue with {run.no_time[0]!r}")
     return known | read(args.out)
 
 

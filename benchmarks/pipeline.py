@@ -12,7 +12,7 @@ tokens and micro-batches. Each of PyTorch's schedules is paired with our runner 
 
 GPipe and 1F1B are afab and one_f_one_b, action by action: one pair. PyTorch's overlapped F and B are run one after the
 other, by both. Two and four ranks on this machine's CPU, or a rank for each GPU. Each kind runs in alternation with
-PyTorch's, each after a barrier and until all ranks are done, and so does PyTorch's with itself: the spread of that
+PyTorch's, each after a barrier and until all ranks are done, as does PyTorch's with itself: the spread of that
 ratio is the noise. Times are rank 0's, medians of PAIRS pairs; "step_peak_mib": the largest of all ranks, of each the
 least of PEAKS; "mib_sent": by all ranks; "error": the largest difference of a gradient's element from PyTorch's, over
 the largest element of that gradient. What does not run is written down with what it said.

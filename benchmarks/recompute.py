@@ -3,7 +3,7 @@
     python benchmarks/recompute.py        # writes benchmarks/results/recompute_<device>.json
 
 Modes are none, selective, matmuls (selective with the policy keep_matmuls) and full, all by torch.utils.checkpoint.
-Each runs in alternation with none, and so does none with itself: the spread of that ratio is the noise. Bytes kept are
+Each runs in alternation with none, as does none with itself: the spread of that ratio is the noise. Bytes kept are
 held against memory.activation_bytes, without the mode matmuls. MFU and HFU want a device of a known peak.
 """
 
@@ -23,7 +23,7 @@ MODES = {
     "matmuls": ("selective", keep_matmuls),
     "full": ("full", None),
 }
-CLOSE = 0.05  # relative: how near measured bytes must come to the formula
+CLOSE = 0.05  # relative tolerance between measured bytes and the formula
 
 
 def retained_by_forward(model: Transformer, forward) -> int:

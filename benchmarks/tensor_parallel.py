@@ -6,7 +6,7 @@ A step is zero_grad, forward, the loss of split logits, backward. The rival is p
 the inputs of attention and MLP prepared once for all matmuls, the logits left split, loss_parallel. Ours runs in
 KINDS: row layers in 1, 2 and 4 chunks, and "apart", f and then plain linear layers, so that nothing is hidden in
 backward. Two and four ranks on this machine's CPU, or a rank for each GPU. All have the same weights and tokens, and
-their losses are compared. Each kind runs in alternation with DTensor, each after a barrier, and so does DTensor with
+their losses are compared. Each kind runs in alternation with DTensor, each after a barrier, as does DTensor with
 itself: the spread of that ratio is the noise. Times are rank 0's, medians of PAIRS pairs; forward alone too.
 """
 

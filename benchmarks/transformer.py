@@ -2,7 +2,7 @@
 
     python benchmarks/transformer.py        # writes benchmarks/results/transformer_<device>.json
 
-Both have the same weights and the same batch. They run in alternation, and so does the rival against itself: the
+Both have the same weights and the same batch. They run in alternation, as does the rival against itself: the
 spread of that ratio is the noise. Times are medians of 9 pairs.
 """
 

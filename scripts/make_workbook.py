@@ -198,7 +198,7 @@ def with_moved_imports(cell: dict | None, base: dict | None, course: dict | None
 
 
 def ordered(base: dict, learner: dict, course: dict, standing: dict) -> list[str]:
-    """Return the ids of the kept cells in the course's order; the learner's added or moved cells keep their predecessors."""
+    """Return the ids of the kept cells in the course's order; cells that the learner added or moved stay in place."""
     reference = list(base or course)
     blocks = difflib.SequenceMatcher(None, reference, list(learner), autojunk=False).get_matching_blocks()
     unmoved = {name for block in blocks for name in reference[block.a : block.a + block.size]}
@@ -218,7 +218,7 @@ def merge(
     """Return the updated notebook, and the ids of the course's changes left out in favor of the learner's cells.
 
     Without a base every cell that differs from the course's counts as the learner's, and deleted cells are restored.
-    elsewhere: the cells of the learner's other notebooks, by id. A cell dropped here by the course and found there goes.
+    elsewhere: cells of the learner's other notebooks, by id. A cell that the course drops here and is there, goes.
     """
     elsewhere = elsewhere or {}
     old = {cell["id"]: cell for cell in base["cells"]} if base else {}

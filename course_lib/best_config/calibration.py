@@ -245,7 +245,7 @@ def check_runs(runs: list[MeasuredRun], cluster: Cluster, what: str) -> None:
 def calibrate(runs: list[MeasuredRun], cluster: Cluster) -> Calibration:
     """Fit the software's constants to the runs that were ok, starting from the cluster's. Takes seconds.
 
-    Constants that the runs do not determine stay, and so do all constants of memory if too few runs have a peak. Raises
+    Constants that the runs do not determine are kept, as are all memory constants if too few runs have a peak. Raises
     ValueError if no run was ok, for fewer different runs than constants of time that show in them, for several dtypes,
     and for times or peaks that seem to be in other units than seconds and bytes (`check_units`).
     """

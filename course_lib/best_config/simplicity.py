@@ -1,4 +1,4 @@
-"""The order of the layouts in an answer: among layouts that are about as fast, the simplest comes first.
+"""The order of the layouts in an answer: among layouts that are about as fast, the simplest is first.
 
     first_layout(question, ranking)       the first layout of an answer
     answer_rows(question, ranking, 5)     the first layout, and the fastest layouts of other kinds

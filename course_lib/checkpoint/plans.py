@@ -1,6 +1,6 @@
 """Work done once: a save's plan and index, reused by later saves; a load's index, read by one rank for all.
 
-Plan and index grow with the chunks of all ranks, hundreds of thousands at 1,000 ranks. Rank 0 goes through all of them
+Plan and index grow with the chunks of all ranks, hundreds of thousands at 1,000 ranks. Rank 0 processes all of them
 in Python, beside a training step that waits for the same interpreter.
 
 DCP's own plan caching (`DefaultSavePlanner(enable_plan_caching=True)`, PyTorch 2.13) costs more: at every save it

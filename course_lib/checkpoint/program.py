@@ -84,7 +84,7 @@ def program_parser() -> argparse.ArgumentParser:
     add("--experts", type=int, help="experts per layer; default: a model without experts")
     add("--top-k", type=int, help="experts per token; default: 2")
     add("--expert-hidden", type=int, help="width of an expert; default: the width of the preset's MLP")
-    add("--shared", type=int, help="experts that every token goes through; default: none")
+    add("--shared", type=int, help="experts that process every token; default: none")
     add("--balance", type=float, default=0.01, help="weight of the balance loss")
     add("--peak-tflops", type=float, help="of a device, for MFU, if the course does not know the device")
     add("--checkpoints", type=Path, help="a folder: continue from its last checkpoint, and save there")
@@ -147,7 +147,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
         if not 1 <= args.start_batch <= args.batch or min(args.warmup, args.ramp) < 0 or not args.max_norm > 0:
             raise ValueError("--start-batch must be 1 to --batch, --warmup and --ramp 0 or more, --max-norm above 0")
         if args.start_batch < args.batch and not args.ramp:
-            raise ValueError("--start-batch goes with --ramp, the steps in which it grows to --batch")
+            raise ValueError("--start-batch needs --ramp, the steps in which it grows to --batch")
         if args.elastic:  # dp, and whether the batches fit, is not known yet
             check_layout(args.config, args.layout, None, None, args.seq, args.moe)
         else:

@@ -111,7 +111,7 @@ class DataParallel(nn.Module):
         leaves a mean unchanged. Raises RuntimeError inside no_sync().
         """
         if not self.synchronizes:
-            raise RuntimeError("finish() inside no_sync(): the step's last backward and finish() stand outside of it")
+            raise RuntimeError("finish() inside no_sync(): call the step's last backward and finish() outside it")
         self.reducer.finish()
 
     def wait(self) -> None:

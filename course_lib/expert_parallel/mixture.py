@@ -69,7 +69,7 @@ def check_moe(model: Transformer, experts: int, top_k: int, **routing) -> None:
     """Raise ValueError if the sizes do not fit together, or a block's MLP has been split or replaced."""
     need_transformer(model, "apply_moe", "MoE(config, experts, top_k) takes the place of an MLP in any model")
     if not all(type(block.mlp) is MLP and isinstance(block.mlp.down_proj, nn.Linear) for block in model.blocks):
-        raise ValueError("a block's MLP is split or replaced already: apply_moe comes first")
+        raise ValueError("a block's MLP is split or replaced already: call apply_moe first")
     Routing(experts, top_k, **routing)
 
 

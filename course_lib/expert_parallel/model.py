@@ -131,7 +131,7 @@ def check_expert_parallel(
     """
     layers = mixtures_of(model)
     if not layers:
-        raise ValueError("the model has no mixture of experts: apply_moe comes first")
+        raise ValueError("the model has no mixture of experts: call apply_moe first")
     ep, tp = functools.reduce(lambda size, each: size * each.size(), groups, 1), tp_group.size() if tp_group else 1
     for layer in layers:
         check_split(layer, ep, tp)

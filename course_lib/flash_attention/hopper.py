@@ -167,10 +167,10 @@ def check_hopper_inputs(
             f"{torch.cuda.get_device_name(q.device)} is not a Hopper GPU (sm_90), for which this kernel is"
         )
     if not q.numel() or not k.numel():
-        raise ValueError(f"q {list(q.shape)}, k {list(k.shape)}: TMA wants at least one sequence and one token in each")
+        raise ValueError(f"q {list(q.shape)}, k {list(k.shape)}: TMA needs at least one sequence and one token in each")
     if q.shape[3] * q.element_size() % 16:
         raise ValueError(
-            f"heads of {q.shape[3]} numbers, {q.element_size()} bytes each: TMA wants a multiple of 16 bytes"
+            f"heads of {q.shape[3]} elements, {q.element_size()} bytes each: TMA needs a multiple of 16 bytes"
         )
     for name, x in zip("qkv", (q, k, v), strict=True):
         check_for_tma(name, x)

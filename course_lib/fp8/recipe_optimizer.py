@@ -81,7 +81,7 @@ def store_weights(model: nn.Module, recipe: Recipe) -> list[StoredWeight]:
     layers = [module for module in model.modules() if isinstance(module, Fp8Linear)]
     casts = {layer.quantizers.weight.cast for layer in layers}
     if casts != (set() if recipe.casts is None else {recipe.casts.weight}):
-        raise ValueError("the model's layers are not of this recipe: apply_fp8(model, recipe) comes first")
+        raise ValueError("the model's layers do not follow this recipe: call apply_fp8(model, recipe) first")
     stored: dict[nn.Parameter, StoredWeight] = {}
     for owner in list(model.modules()):
         for name, parameter in list(owner.named_parameters(recurse=False)):

@@ -51,7 +51,7 @@ def use_kernels(model: nn.Module) -> nn.Module:
     """
     need_transformer(model, "use_kernels", "FusedRMSNorm, rope and swiglu work in any model")
     if any("forward" in vars(block) for block in cast(Transformer, model).blocks):
-        raise ValueError("a block's forward is replaced already, by apply_recompute perhaps: use_kernels comes first")
+        raise ValueError("a block's forward is replaced already, perhaps by apply_recompute: call use_kernels first")
     for module in model.modules():
         if type(module) is nn.RMSNorm:
             module.__class__ = FusedRMSNorm

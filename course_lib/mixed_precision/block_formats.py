@@ -123,7 +123,7 @@ def encode_blocks(x: torch.Tensor, fmt: BlockFormat) -> BlockCodes:
     """
     check_floating(x)
     if x.ndim == 0:
-        raise ValueError("blocks lie along the last dimension, and a scalar tensor has none")
+        raise ValueError("blocks are along the last dimension, and a scalar tensor has none")
     blocks = blocks_of_last_dim(x.detach().double(), fmt.block_size)
     amax = blocks.abs().amax(-1)  # NaN if the block has one
     tensor_scale = tensor_scale_of(amax, fmt)

@@ -174,7 +174,7 @@ def encode(values: torch.Tensor, fmt: FloatFormat, saturate: bool = False) -> to
     torch's casts go through float32, and round twice.
 
     A value that rounds past the largest number becomes inf, or NaN in E4M3; with saturate, and always in E2M1, it
-    becomes the largest number, and so does inf. (torch's cast to float8_e4m3fn saturates since 2.13, and gave NaN
+    becomes the largest number, as does inf. (torch's cast to float8_e4m3fn saturates since 2.13, and gave NaN
     before; its cast to float8_e5m2 gives inf.) Zeros and NaN keep their signs; NaN in E2M1 becomes the largest positive
     number, as in CUDA's conversion: OCP MX §5.3.3 leaves it open. Raises ValueError for values that are not
     floating-point.

@@ -101,7 +101,7 @@ def check_step(runner: PipelineRunner, inputs: torch.Tensor | None, targets: tor
     if inputs is None and "0" in runner.stages or targets is None and str(runner.last) in runner.stages:
         raise ValueError("the rank with the first stage needs inputs, the one with the last stage targets")
     if runner.tied_weights.owner_ranks.keys() != {*runner.stages.parameters()}:
-        raise RuntimeError("weights have been replaced (assign=True, materialize): make the PipelineRunner afterwards")
+        raise RuntimeError("weights have been replaced (assign=True, materialize): create the PipelineRunner afterward")
 
 
 def stage_args(positions: torch.Tensor | None, m: int) -> list[tuple]:

@@ -137,7 +137,7 @@ def check_sequence_parallel(model: Transformer, group: dist.ProcessGroup) -> Non
     need_transformer(model, "apply_sequence_parallel", f"{pair} work on any [b, s, ...]")
     rows = [module for module in model.modules() if isinstance(module, RowParallelLinear)]
     if not rows or model.applied.get("tensor_parallel") != group:
-        raise ValueError("the model is not split over this group: apply_tensor_parallel comes first")
+        raise ValueError("the model is not split over this group: call apply_tensor_parallel first")
     if rows[0].chunks > 1:
         raise ValueError("row layers in chunks sum over the group: split the model with chunks=1")
     if "sequence_parallel" in model.applied:
@@ -145,7 +145,7 @@ def check_sequence_parallel(model: Transformer, group: dist.ProcessGroup) -> Non
     if any(row.bias is not None for row in rows):
         raise ValueError("a row layer has a bias, whose gradient would lack the tokens of the other ranks")
     if any(isinstance(block.forward, PartitionedCheckpoint) for block in model.blocks):
-        raise ValueError("partitioned checkpoints need equal hidden states on all ranks: use mode full, afterwards")
+        raise ValueError("partitioned checkpoints need equal hidden states on all ranks: use mode full, afterward")
 
 
 # exercise 07.4

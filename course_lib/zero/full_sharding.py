@@ -179,7 +179,7 @@ class FullyShard(nn.Module):
     def send_all(self) -> None:
         """Start the remaining reduce-scatters at the end of a backward, the root's too."""
         if self.unreduced or self.root.has_gradients:
-            # A gradient may come after its unit's reduce-scatter has started: that unit is sent once more.
+            # A gradient may arrive after its unit's reduce-scatter has started: then the unit is reduced again.
             late = [unit for unit in self.units if unit not in self.unreduced and unit.has_gradients]
             self.send([*self.unreduced, *late])
             self.root.launch()

@@ -140,7 +140,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         no_sync().
         """
         if not self.synchronizes:
-            raise RuntimeError("finish() inside no_sync(): the last backward of a step and what follows stand outside")
+            raise RuntimeError("finish() inside no_sync(): call a step's last backward, and what follows, outside it")
         if not all(bucket.reduced and not bucket.full_grads.stored for bucket in self.gradients):
             self.reducer.finish()
 
@@ -188,7 +188,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             result = closure() if closure else None
         self.finish()
         if any(shard.moved for shard in self.shards):
-            raise RuntimeError("parameters have moved (module.to(), assign=True): make the ZeroOptimizer afterwards")
+            raise RuntimeError("parameters have moved (module.to(), assign=True): create the ZeroOptimizer afterward")
         for group, inner in zip(self.param_groups, self.optimizer.param_groups, strict=True):
             inner.update((key, value) for key, value in group.items() if key != "params")  # a scheduler changes `group`
         for bucket, shard in zip(self.gradients, self.shards, strict=True):

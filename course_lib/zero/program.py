@@ -37,9 +37,9 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     if args.bucket_mb is not None and not args.bucket_mb > 0:
         parser.error("--bucket-mb must be above 0")
     if args.replicas < 1 or args.replicas > 1 and args.stage < 3:
-        parser.error("--replicas must be 1 or more, and goes with stage 3")
+        parser.error("--replicas must be 1 or more, and needs stage 3")
     if args.offload and args.stage == 3:
-        parser.error("--offload goes with stages 1 and 2")
+        parser.error("--offload needs stage 1 or 2")
     return args
 
 

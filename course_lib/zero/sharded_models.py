@@ -62,7 +62,7 @@ def check_units(module: nn.Module, units: list[list[nn.Module]], init: Init | No
     inside = Counter(inner for unit in units for each in unit for inner in each.modules())
     for each in (each for unit in units for each in unit):
         if inside[each] > 1:
-            raise ValueError(f"a unit ({type(each).__name__}) lies inside of another one, or is there twice")
+            raise ValueError(f"a unit ({type(each).__name__}) is inside another one, or is listed twice")
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if tensor.is_meta and init is None:
             raise ValueError(f"{name} is on the meta device: pass `init`, which fills it")
@@ -120,7 +120,7 @@ def fully_shard(
     exists at a time. The `reduce_group` of a parameter's placement is used as by DataParallel: its ranks share the
     parameter, with replicas or without. A parameter that no rank has used keeps its `.grad`, None after zero_grad(); if
     some ranks have used it, the others count as having a gradient of 0. wrapper: the class that decides when units are
-    gathered (notebook 10 has another one); it lives as long as the module. Make the optimizer afterwards.
+    gathered (notebook 10 has another one); it lives as long as the module. Create the optimizer after this call.
 
     Raises ValueError, on all ranks, for meta tensors without `init`, units inside of one another, a module that is
     sharded already, and different models or arguments on the ranks.

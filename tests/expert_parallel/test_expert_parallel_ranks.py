@@ -444,7 +444,7 @@ def test_what_cannot_be_spread_is_one_line_and_stays_as_it_is(ranks):
     share = "ValueError: 4 ranks must divide 6 experts, and 1 ranks their width 32"
     for found in ranks(refused):
         assert found == {
-            "dense": ("ValueError: the model has no mixture of experts: apply_moe comes first", True),
+            "dense": ("ValueError: the model has no mixture of experts: call apply_moe first", True),
             "experts": (share, True),
             "width": ("ValueError: 2 ranks must divide 8 experts, and 4 ranks their width 10", True),
             "twice": ("ValueError: the experts are split already", True),

@@ -93,7 +93,7 @@ def test_refusals_change_nothing():
         "nodes 3, node_limit 1: nodes must divide": (whole, (4, 2), {"nodes": 3}),
         "score 'relu'": (whole, (4, 2), {"score": "relu"}),
         "a block's MLP is split or replaced already": (apply_moe(Transformer(TINY), 4, 2), (4, 2), {}),
-        "a block's MLP is split or replaced already: apply_moe comes first": (replaced, (4, 2), {}),
+        "a block's MLP is split or replaced already: call apply_moe first": (replaced, (4, 2), {}),
         "a block's MLP is split": (partly, (4, 2), {}),
     }
     for words, (model, sizes, routing) in cases.items():

@@ -404,9 +404,9 @@ def refused() -> dict[str, tuple[str, bool]]:
 def test_what_is_not_split_so_is_one_line_and_stays_as_it_is(ranks):
     for found in ranks(refused):
         assert found == {
-            "whole": ("ValueError: the model is not split over this group: apply_tensor_parallel comes first", True),
+            "whole": ("ValueError: the model is not split over this group: call apply_tensor_parallel first", True),
             "another group": (
-                "ValueError: the model is not split over this group: apply_tensor_parallel comes first",
+                "ValueError: the model is not split over this group: call apply_tensor_parallel first",
                 True,
             ),
             "chunks": ("ValueError: row layers in chunks sum over the group: split the model with chunks=1", True),

@@ -170,4 +170,4 @@ def test_the_programs_losses_are_those_of_one_group(ranks):
 def test_the_programs_options(words, capsys):
     with pytest.raises(SystemExit):
         options(words.split())
-    assert "--replicas must be 1 or more, and goes with stage 3" in capsys.readouterr().err
+    assert "--replicas must be 1 or more, and needs stage 3" in capsys.readouterr().err

@@ -24,7 +24,7 @@ SMALL = ["--preset", "debug", "--steps", "3", "--batch", "2", "--seq", "16"]
         (["--bucket-mb", "0"], "--bucket-mb must be above 0"),
         (["--bucket-mb", "nan"], "--bucket-mb must be above 0"),
         (["--micro-batch", "9", "--batch", "8"], "--micro-batch must be 1 or more, and no more than --batch"),
-        (["--offload", "--stage", "3"], "--offload goes with stages 1 and 2"),
+        (["--offload", "--stage", "3"], "--offload needs stage 1 or 2"),
         (["--steps", "0"], "--steps, --batch and --seq must be 1 or more"),
     ],
 )
