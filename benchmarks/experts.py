@@ -146,7 +146,7 @@ def mixtral(experts: int, sizes: tuple, skewed: bool, how: str) -> nn.Module:
 
 
 def inputs(tokens: int, hidden: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """x and the gradient of what comes out, [1, t, h] each."""
+    """x and the gradient of the output, [1, t, h] each."""
     x, gradient = torch.randn(2, 1, tokens, hidden, generator=torch.Generator().manual_seed(seed))
     x[..., 0] = 1
     return tuple(each.to(*device_and_dtype()) for each in (x, gradient))

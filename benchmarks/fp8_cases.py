@@ -65,7 +65,7 @@ def operands(x: torch.Tensor, w: torch.Tensor, blocks: tuple[tuple[int, int], tu
 
 
 def exact_matmul(x, w, x_values, x_scale, w_values, w_scale, *_, blocks) -> list[torch.Tensor]:
-    """Return the product of the values that the 8 bits stand for, in a wider dtype."""
+    """Return the matmul of the dequantized values, in a wider dtype."""
     wider = WIDER[x.dtype]
     left, right = (
         dequantize(Quantized(*each), wider) for each in ((x_values, x_scale, blocks[0]), (w_values, w_scale, blocks[1]))

@@ -3,7 +3,7 @@
     python benchmarks/gpu.py --out DIR --budget 540     # or `make gpu`; finished jobs are skipped: run it again
     python benchmarks/gpu.py --plan                     # the jobs and their estimated seconds; needs no GPU
     python benchmarks/gpu.py --out DIR --only linear    # the jobs with this in their names, done or not
-    python benchmarks/gpu.py --out DIR --record         # benchmarks/results/*_<gpu>.json from what was measured
+    python benchmarks/gpu.py --out DIR --record         # benchmarks/results/*_<gpu>.json from the measurements
     python benchmarks/gpu.py --out DIR --device cpu     # all jobs at tiny sizes, interpreted: times mean nothing
 
 It runs from a bare checkout, with torch, triton and numpy alone; pytest, ncu, compute-sanitizer, Liger-Kernel and
@@ -145,7 +145,7 @@ class Worker:
 
 
 def read(out: Path) -> dict[str, dict]:
-    """Return what is known of each job, from its last run: rows, and outcome and seconds if it has ended. A run that
+    """Return the state of each job, from its last run: rows, and outcome and seconds if it has ended. A run that
     was cut off does not replace an earlier one that passed.
     """
     jobs: dict[str, dict] = {}
@@ -248,7 +248,7 @@ class Run:
 
 
 def run_all(args: argparse.Namespace, jobs: dict[str, Job], known: dict[str, dict]) -> dict[str, dict]:
-    """Run the jobs for which there is time, and return what is known of all jobs afterwards."""
+    """Run the jobs for which there is time, and return the final state of all jobs."""
     args.out.mkdir(parents=True, exist_ok=True)
     file = args.out / "results.jsonl"
     if file.exists() and not file.read_text().endswith("\n"):

@@ -15,7 +15,7 @@ other, by both. Two and four ranks on this machine's CPU, or a rank for each GPU
 PyTorch's, each after a barrier and until all ranks are done, as does PyTorch's with itself: the spread of that
 ratio is the noise. Times are rank 0's, medians of PAIRS pairs; "step_peak_mib": the largest of all ranks, of each the
 least of PEAKS; "mib_sent": by all ranks; "error": the largest difference of a gradient's element from PyTorch's, over
-the largest element of that gradient. What does not run is written down with what it said.
+the largest element of that gradient. Kernels that fail to run are recorded with their error.
 
 "halves": the price of a backward in two halves. In one process, on a middle stage of LAYERS layers: the time of F, I
 and W over the time of F and B, for M micro-batches. Measured for our SplitPass, for PyTorch's stage_backward_input and

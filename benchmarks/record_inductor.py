@@ -2,7 +2,7 @@
 
     python benchmarks/record_inductor.py [FOLDER]   # inductor_elu_h100.py.txt, inductor_rms_norm_h100.py.txt
 
-FOLDER is data/ by default. In a process of its own, since PyTorch remembers what it was told of the machine.
+FOLDER is data/ by default. In a process of its own, since PyTorch caches the machine's properties.
 
 torch.compile runs whole on fake tensors "on cuda:0": dynamo traces, AOTAutograd decomposes, inductor fuses and writes
 its module. What it would ask the driver (the GPU's properties, its current device, its random state) is answered here
@@ -129,7 +129,7 @@ WHAT = {
 
 
 def record(name: str, folder: Path) -> None:
-    """Write FOLDER/inductor_NAME_h100.py.txt: where the code comes from, and the code."""
+    """Write FOLDER/inductor_NAME_h100.py.txt: the code and its origin."""
     code = RECORDS[name]()
     heading = (
         f"# {WHAT[name]}, as torch.compile writes it for an H100 (compute capability 9.0, 132 SMs).\n"

@@ -94,7 +94,7 @@ def without_overlap(question: Question, layouts: list[Layout]) -> Numbers:
 
 
 def notes_of(question: Question, layout: Layout | None) -> list[str]:
-    """Return what an answer approximates, in the model and in the course's program with this layout."""
+    """Return an answer's approximations, in the model and in the course's program with this layout."""
     software, notes = question.cluster.software, list(getattr(question.config, "notes", ()))
     split = layout is not None and (layout.tp > 1 or layout.zero_stage == 3)
     notes += [SPLIT_HEAD] if split and software.fused_loss and software.program in TITLES else []

@@ -64,7 +64,7 @@ def course_sizes(sizes: dict, kind: str) -> tuple[ModelConfig, dict | None]:
 
 
 def notes_on(config: PlannedConfig, kind: str, sizes: dict) -> tuple[str, ...]:
-    """Return sentences about what is approximated or left out of a model that the course does not train."""
+    """Return sentences on the approximations and omissions for a model that the course does not train."""
     notes, latent = [], config.latent
     if kind in KINDS:
         notes.append(f"{kind}: biases, and norms beyond two per layer, are not counted")

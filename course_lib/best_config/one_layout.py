@@ -1,4 +1,4 @@
-"""One layout in numbers: what it takes, why a search rejects it, and the smallest changes that would make it work.
+"""One layout in numbers: its cost, why a search rejects it, and the smallest changes that would make it work.
 
 judge_layout(question, question.search())     question.layout beside the best layouts of the same job
 """

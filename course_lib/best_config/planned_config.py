@@ -45,7 +45,7 @@ class PlannedConfig(ModelConfig):
 
 
 def layer_parts(config: ModelConfig) -> dict[str, int]:
-    """Return what `parameter_parts` does, and "latent", the projections of attention that tensor parallelism does not
+    """Return `parameter_parts`, and "latent", the projections of attention that tensor parallelism does not
     split, and "positions".
 
     Latent attention: "q_o" has all projections per head, and "kv" is 0.

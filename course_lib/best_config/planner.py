@@ -175,7 +175,7 @@ def estimate_rules(e: Estimate, risk: float) -> dict[str, np.ndarray]:
 
 @dataclass(frozen=True)
 class Ranking:
-    """The layouts of a search: those that run, the fastest first, and the reasons that reject the others."""
+    """The layouts of a search: the ones that run, fastest first, and the reasons that reject the others."""
 
     table: LayoutTable  # the possible layouts
     estimate: Estimate

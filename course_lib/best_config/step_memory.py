@@ -24,7 +24,7 @@ from course_lib.single_gpu.config import ModelConfig
 
 
 def expert_sizes(config: ModelConfig, moe: dict | None) -> tuple[int, int, int]:
-    """Return the parameters of a layer's MLP: those that a token uses, those that expert parallelism splits, and those
+    """Return the parameters of a layer's MLP: the ones that a token uses, that expert parallelism splits, and the ones
     that it replicates (router, shared expert). moe: arguments of apply_moe.
     """
     h = config.hidden
@@ -98,7 +98,7 @@ def weighting_bytes(config: ModelConfig, moe: dict | None) -> int:
 
 
 def fp8_saved(config: ModelConfig, cluster: Cluster, layout, moe: dict | None = None) -> np.ndarray:
-    """Return the elements of 16 bits per token by which FP8 matmuls reduce what a layer keeps.
+    """Return the elements of 16 bits per token by which FP8 matmuls reduce a layer's saved activations.
 
     The inputs of its matrices take one byte: the norms' outputs and the input of the last matrix. Attention's output
     is kept in both forms, since attention's backward needs it in 16 bits. Experts stay in BF16 (notebook 14b).

@@ -237,7 +237,7 @@ def describe(folder: Path | None) -> dict:
 
 
 def damaged(folder: Path, files: dict[str, list]) -> str | None:
-    """Return what is wrong with the first of these files that is not as it was written, or None."""
+    """Return the error in the first of these files that differs from what was written, or None."""
     for name, (size, sha) in files.items():
         try:
             actual_size, actual_sha = digest(Path(folder) / name)

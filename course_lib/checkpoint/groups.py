@@ -68,7 +68,7 @@ GLOO_FILES, SPARE_FILES = 3, 64  # that a gloo group opens beside its connection
 
 
 def allow_connections(ranks: int) -> None:
-    """Raise this process's soft limit of open files to what a gloo group of so many ranks needs: one file per rank.
+    """Raise this process's soft limit of open files to the needs of a gloo group of so many ranks: one file per rank.
 
     Raises CheckpointError if the hard limit is too low. Does nothing on a system without such limits.
     """

@@ -1,4 +1,4 @@
-"""Chunks for torch.distributed.checkpoint: the plan of what a rank writes, and of what it reads."""
+"""Chunks for torch.distributed.checkpoint: the plans of a rank's writes and reads."""
 
 from __future__ import annotations
 

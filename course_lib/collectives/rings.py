@@ -2,7 +2,7 @@
 
 N ranks, K bytes, latency alpha of a message, bandwidth beta of a link: the tree takes ceil(log2 N) (alpha + K / beta),
 the ring all-reduce 2 (N-1) (alpha + K / (N beta)), and a rank sends 2 (N-1)/N K. `main` times PyTorch's own collectives
-over sizes (see `bandwidth`); `count_traffic` counts what is sent (see `traffic`).
+over sizes (see `bandwidth`); `count_traffic` counts the bytes sent (see `traffic`).
 """
 
 from __future__ import annotations

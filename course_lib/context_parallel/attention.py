@@ -185,7 +185,7 @@ def all_gather_backward(gradient, q, k, v, out, lse, group, causal: bool, attent
 
 # exercise 07.13
 class AllToAll(torch.autograd.Function):
-    """Send the i-th of `chunks` [n, ...] to rank i of the group; return what was received, by rank: [n, ...]."""
+    """Send the i-th of `chunks` [n, ...] to rank i of the group; return the received chunks, by rank: [n, ...]."""
 
     @staticmethod
     def forward(ctx, chunks: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

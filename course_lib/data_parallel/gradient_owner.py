@@ -65,7 +65,7 @@ class GradientOwner(Protocol):
         """Wait for the gradients, after the last backward of a step: each is the mean over `group`."""
 
     def wait(self) -> None:
-        """Wait, between steps, until all parameters have their values, and free what was gathered."""
+        """Wait, between steps, until all parameters have their values, and free the gathered ones."""
 
     def updated_tensors(self) -> Iterable[UpdatedTensor]:
         """Yield the tensors that this rank's optimizer updates. They hold the weights in full precision."""

@@ -38,7 +38,7 @@ class Routing:
             raise ValueError(f"capacity {self.capacity}: it must be above 0, or None")
 
     def slots(self, tokens: int) -> int:
-        """Return how many of a call's tokens an expert takes at most."""
+        """Return an expert's capacity: the most tokens of a call that it takes."""
         if self.capacity is None:
             return tokens
         return math.ceil(self.capacity * tokens * self.top_k / self.experts - 1e-9)  # 1.1 x 10 is 11, rounding or not

@@ -1,4 +1,4 @@
-"""The records of each rank's flight recorder, and what they say together.
+"""The records of each rank's flight recorder, and their joint diagnosis.
 
 PyTorch keeps the last TORCH_FR_BUFFER_SIZE collectives of a process in a ring buffer: name, group, number within the
 group, sizes, time of issue. (Sends and receives are in it on NCCL, not on gloo.) Set the variable before the process
@@ -96,7 +96,7 @@ class Watchdog:
 
 
 def described(record: CollectiveRecord) -> str:
-    """Return what the ranks of a group must agree on: the collective and its sizes. All-to-alls may differ in sizes."""
+    """Return what a group's ranks must agree on: the collective and its sizes. All-to-alls may differ in sizes."""
     if record.name.startswith("all_to_all"):
         return record.name
     return f"{record.name} {[list(size) for size in record.sizes]}"

@@ -1,4 +1,4 @@
-"""The process groups of a layout: which ranks communicate, and what they send.
+"""The process groups of a layout: which ranks communicate, and the data they send.
 
     group       ranks that differ in      what they send
     tp          tp                        hidden states: 2 all-reduces per layer and direction (sp: same bytes, halved)

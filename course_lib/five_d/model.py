@@ -129,7 +129,7 @@ class ParallelModel:
     """A rank's shard of a model: its stages, the owner of their gradients, and its optimizer. `parallelize` returns it:
     `loss, norm = parallel.step(inputs, targets)`.
 
-    dtype: of weights as the stages compute with them, and so of hidden states and of what stages send. Each weight is
+    dtype: of the weights in the stages' computation, of hidden states and of messages between stages. Each weight is
     cast once per step; under ZeRO-3 without a pipeline, a rank's shard of it before each gather. Values, states, and
     gradients as they are summed and sent are float32 in every ZeRO stage. Raises ValueError for float16.
     """

@@ -75,7 +75,7 @@ def gather_query_gradients(
     q_tile, grad_tile, lse, delta, k_rows, v_rows, k_row, v_row, first_query, queries, keys, to_base_2,
     CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Return what all keys give to the gradient of q_tile, not yet scaled: [BLOCK_Q, BLOCK_D], in float32.
+    """Return the contribution of all keys to the gradient of q_tile, not yet scaled: [BLOCK_Q, BLOCK_D], in float32.
 
     grad_tile: the gradient of out, [BLOCK_Q, BLOCK_D]; lse (natural), delta: [BLOCK_Q]; all others as in attend_tiles.
     p is masked, in partial tiles only: past the last key too, where it may be inf. What meets k_tile is rounded to its

@@ -110,7 +110,7 @@ def online_step(
     highest: [..., q], the highest score of each row so far, -inf before the first tile; total: [..., q], the sum of
     exp(score - highest) so far; out: [..., q, d], the same sum with each term times its value: not yet divided.
     scores: [..., q, k], of the tile, scaled, -inf where masked; values: [..., k, d]. A row may be masked throughout:
-    its total and out are 0, not NaN. All but values are float32 (float64 for float64), and so is what comes back. The
+    its total and out are 0, not NaN. All but values are float32 (float64 for float64), as are the results. The
     exponentials are rounded to the dtype of the values for the matmul only; total sums them unrounded.
     """
     higher = torch.maximum(highest, scores.amax(-1))

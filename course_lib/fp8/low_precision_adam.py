@@ -99,7 +99,7 @@ def put_state(state: dict[str, torch.Tensor], name: str, x: torch.Tensor, dtype:
 
 
 def get_state(state: dict[str, torch.Tensor], name: str) -> torch.Tensor:
-    """Return what `put_state` has stored, as a new float32 tensor."""
+    """Return the state stored by `put_state`, as a new float32 tensor."""
     values, scale = state[name], state.get(f"{name}_scale")
     if values.dtype not in EIGHT_BITS:
         return values.float() * scale if scale is not None else values.to(torch.float32, copy=True)

@@ -28,7 +28,7 @@ SMALLEST_SCALE = 2.0**-126  # the smallest normal float32: its reciprocal is fin
 
 
 class Quantized(NamedTuple):
-    """A matrix in 8 bits that stands for values * scale, with one scale for each block of values."""
+    """A matrix in 8 bits that represents values * scale, with one scale for each block of values."""
 
     values: torch.Tensor  # [rows, columns], float8
     scale: torch.Tensor  # [blocks of rows, blocks of columns], float32

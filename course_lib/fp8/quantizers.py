@@ -104,7 +104,7 @@ class Quantizer(Float32Buffers):
 
     def transposed(self, quantized: Quantized, x: torch.Tensor | None = None) -> Quantized:
         """Return the transpose of a quantized matrix, for a matmul over its rows. Where blocks differ both ways, the
-        transpose is quantized again: from x, or from what the 8 bits stand for.
+        transpose is quantized again: from x, or from its dequantized values.
         """
         if isinstance(quantized, RowColumnQuantized):
             return quantized.transposed

@@ -1,4 +1,4 @@
-"""Kernels for what lies between a transformer's matmuls."""
+"""Kernels for the operations between a transformer's matmuls."""
 
 from __future__ import annotations
 

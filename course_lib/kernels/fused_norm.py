@@ -222,7 +222,7 @@ def _(dy, dsum, summed, weight, rstd):
 
 
 def keep(ctx, inputs, output):
-    """Save what backward needs: the normalized rows, the weight, and rstd. A gradient of None stays None."""
+    """Save for backward: the normalized rows, the weight, and rstd. A gradient of None stays None."""
     *added, weight, eps = inputs
     rstd = output[-1]
     ctx.mark_non_differentiable(rstd)

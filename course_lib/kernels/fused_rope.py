@@ -126,7 +126,7 @@ def _(x, cos, sin, backwards, dtype):
 
 
 def keep(ctx, inputs, output):
-    """Save what backward needs: the angles, but not x, since the rotation is linear."""
+    """Save for backward: the angles, but not x, since the rotation is linear."""
     x, cos, sin, ctx.backwards, _ = inputs
     ctx.dtype = x.dtype
     ctx.save_for_backward(cos, sin)

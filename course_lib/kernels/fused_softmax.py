@@ -160,7 +160,7 @@ def _(dy, y, dtype):
 
 
 def keep_softmax(ctx, inputs, output):
-    """Save what backward needs: the result, and the dtype of x."""
+    """Save for backward: the result, and the dtype of x."""
     x, dtype = inputs
     ctx.x_dtype = x.dtype
     ctx.save_for_backward(output)

@@ -123,7 +123,7 @@ def _(grad, gate, up):
 
 
 def keep(ctx, inputs, output):
-    """Save what backward needs: gate and up as they were passed, not silu(gate)."""
+    """Save for backward: gate and up as they were passed, not silu(gate)."""
     ctx.save_for_backward(*inputs)
 
 

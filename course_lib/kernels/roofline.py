@@ -1,4 +1,4 @@
-"""Roofline: the ceiling that bounds a kernel, and how close the kernel comes to it.
+"""Roofline: the ceiling that bounds a kernel, and how close the kernel is to it.
 
 A kernel that does F floating-point operations and moves B bytes to and from memory has the intensity I = F / B. On a
 machine with a peak of P FLOP/s and a bandwidth of W bytes/s it reaches at most

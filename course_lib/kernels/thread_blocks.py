@@ -121,7 +121,7 @@ class Block(Threads):
 class Shared:
     """Shared memory of a block: tile[row, column] with one index per thread.
 
-    4-byte words lie in 32 banks. A warp that accesses different words of one bank is served one word after the other:
+    4-byte words are in 32 banks. A warp that accesses different words of one bank is served one word after the other:
     the traffic's `shared_ways` counts these steps, one per request without conflicts. Raises RuntimeError if a warp
     touches an element that another warp has written, or writes one that another has touched, without a `sync` in
     between.

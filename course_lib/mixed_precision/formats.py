@@ -38,7 +38,7 @@ RANDOM_BITS = 62  # of an int64, without the sign and one bit for the carry of a
 
 @dataclass(frozen=True)
 class FloatFormat:
-    """A format of a sign bit, exponent_bits and mantissa_bits; `top_codes` says what the highest codes mean."""
+    """A format of a sign bit, exponent_bits and mantissa_bits; `top_codes` defines the meaning of the highest codes."""
 
     name: str
     exponent_bits: int

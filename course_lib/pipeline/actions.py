@@ -52,7 +52,7 @@ class Progress:
 
     # exercise 09.5
     def missing(self, action: Action) -> tuple[bool, int, int] | None:
-        """Return what must be done before an action and is not: (True if it is a forward, stage, micro-batch).
+        """Return an unmet dependency of an action: (True if it is a forward, stage, micro-batch).
 
         None if nothing is missing. F needs F of the stage before. B and I need their own F and, tested after it, B or I
         of the stage after. W needs its own I. The first stage has no stage before it, the last one none after it.

@@ -243,7 +243,7 @@ class PipelineRunner:
         return self.shapes[key]
 
     def output_fn(self, step: Step, stage: int, micro_batch: int) -> OutputFn:
-        """Return what a pass applies to the stage's output: the loss in the last stage, else the identity."""
+        """Return the function that a pass applies to the stage's output: the loss in the last stage, else identity."""
 
         def loss_of(out: torch.Tensor) -> torch.Tensor:
             assert step.tokens is not None, "check_step: the rank with the last stage has targets"

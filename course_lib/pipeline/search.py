@@ -85,7 +85,7 @@ class Greedy:
 
 
 class State(NamedTuple):
-    """A point of the exact search: what decides which actions can come next, and when."""
+    """A point of the exact search: the state that determines the next possible actions and their times."""
 
     free: tuple[float, ...]  # when each rank is free
     hidden: tuple[tuple[float, ...], ...]  # when the hidden states that wait for their F arrive, by rank
@@ -117,7 +117,7 @@ def pareto_front(ways: list[Way]) -> list[Way]:
 def next_states(
     state: State, counts: tuple[int, ...], p: int, m: int, times: dict[str, list[float]], t_comm: float, live: int
 ) -> Iterator[tuple[int, str, tuple[int, ...], State, float]]:
-    """Yield each action that may come next, none earlier than the last: (rank, kind, new counts, new state, its end).
+    """Yield each possible next action, none earlier than the last: (rank, kind, new counts, new state, its end).
 
     counts: of done F, I, W, rank by rank.
     """

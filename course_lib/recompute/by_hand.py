@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 def detached(arguments):
     """Return the same nested structure with each tensor detached: same memory, same requires_grad, no history.
 
-    Other values stay as they are, and so do the original tensors.
+    Other values and the original tensors do not change.
     """
 
     def cut(value):
@@ -67,7 +67,7 @@ def autocast_now(device_type: str) -> dict:
 
 # exercise 02.3
 def random_state(tensors: Iterable[object]) -> tuple[torch.Tensor, dict, dict]:
-    """Return what a forward on `tensors` depends on besides them: (CPU generator's state, {GPU: its state}, autocast).
+    """Return the state that a forward on `tensors` uses: (CPU generator's state, {GPU: its state}, autocast).
 
     The GPUs are the devices of the CUDA tensors among `tensors`; `autocast` is what `autocast_now` returns.
     """

@@ -137,7 +137,7 @@ def hf_tokens(
 ):
     """Return tokens [n], and the tokenizer, of a data set and a tokenizer by file, folder or name at Hugging Face.
     Needs `[hf]`. A text file is one document. documents: how many at most; None: all. subset: one of the configurations
-    of a data set. Rank 0 prints a line for what is left out. Raises ValueError, in one line.
+    of a data set. Rank 0 prints a line about omitted rows. Raises ValueError, in one line.
 
     One process of a machine reads and tokenizes; the others, and later runs, map the file that it has left in the
     user's cache folder. A file or folder that changes is read again; for a data set by name, delete that file.

@@ -157,7 +157,7 @@ def activation_bytes(
 
     recompute: "none"; "selective" keeps Q, K, V and the output of attention, nothing between (a flash core does that
     anyway); "matmuls" the input of each layer and the outputs of its matmuls and flash core (notebook 02);
-    "full" the input of each layer alone. TP splits what lies between a column- and a row-parallel matrix (Korthikanti
+    "full" the input of each layer alone. TP splits the tensors between a column- and a row-parallel matrix (Korthikanti
     et al. 2022, §4.2); SP splits the norms and the residual too; CP splits the sequence. PP: the fuller of the first
     stage (pp micro-batches in flight under 1F1B) and the last one (one, with the loss).
     """

@@ -28,7 +28,7 @@ CATEGORIES = ("parameters", "optimizer states", "activations", "gradients", "tem
 def saved_bytes(module: nn.Module, forward: Callable[[], object]) -> int:
     """Return the bytes of the storages that autograd keeps for backward after `forward()`, each storage counted once.
 
-    What lies in a parameter of `module`, frozen ones too, does not count. Nothing of it stays alive after the call.
+    Parameters of `module`, including frozen ones, do not count. The call keeps no tensor alive.
     """
     resident = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
     sizes = {}
@@ -46,7 +46,7 @@ def saved_bytes(module: nn.Module, forward: Callable[[], object]) -> int:
 
 @dataclass
 class Allocation:
-    """One storage: its size, its life in seconds since the profile began, and what is known of it."""
+    """One storage: its size, its lifetime in seconds since the profile began, and its known properties."""
 
     nbytes: int
     born: float
@@ -61,7 +61,7 @@ class Allocation:
 
 # exercise 01.9
 def category(allocation: Allocation) -> str:
-    """Return what an allocation was for, now that its life is known: one of CATEGORIES.
+    """Return an allocation's purpose, now that its lifetime is known: one of CATEGORIES.
 
     Its owner, if it has one. "activations": saved for backward, or alive when the next backward began, and not made by
     a backward. Else "temporary".

@@ -33,7 +33,7 @@ class PartitionedCheckpoint(Recomputed):
 
     # exercise 06.14
     def pack(self, tensor: torch.Tensor):
-        """Return what to save of an argument; sends nothing.
+        """Return the data to save for an argument; sends nothing.
 
         For a tensor that requires a gradient: a detached copy of this rank's shard of the flattened tensor, and what
         `unpack` needs. Any other tensor is returned as it is.

@@ -8,7 +8,7 @@ rank:
     stage 2   2 Psi + (2 Psi + k Psi) / N     the same, gradients are freed during backward   sends 2 Psi
 
 (times (N-1)/N). An all-reduce is a reduce-scatter and an all-gather. ZeRO puts the optimizer between the two, so each
-rank updates only what it owns. (Rajbhandari et al. 2020, "ZeRO", SC, §5 and §7.) Stage 3: `fully_shard`.
+rank updates only its own shard. (Rajbhandari et al. 2020, "ZeRO", SC, §5 and §7.) Stage 3: `fully_shard`.
 """
 
 from __future__ import annotations

@@ -682,8 +682,8 @@ def test_mistakes_are_told_in_one_line(ranks):
             "batch": "ValueError: a batch of 6 sequences does not divide into 4 equal micro-batches",
             "targets": "ValueError: a batch of 5 sequences does not divide into 4 equal micro-batches",
             "no gradients": "RuntimeError: a step makes gradients: call it outside of torch.no_grad()",
-            "replaced": "RuntimeError: weights have been replaced (assign=True, materialize): create the PipelineRunner "
-            "afterward",
+            "replaced": "RuntimeError: weights have been replaced (assign=True, materialize): create the "
+            "PipelineRunner afterward",
         }
 
 
