@@ -1,4 +1,4 @@
-"""How kernels.py, attention.py and fp8.py measure: columns in alternation, correctness first, passes apart.
+"""The measurements of kernels.py, attention.py and fp8.py: columns in alternation, correctness first, each pass alone.
 
 A `Comparison` is a table of cases. A `Case` is one computation at one size, with a method for each column. All columns
 get the same inputs, and their results and gradients are compared with a reference in a wider dtype before anything is

@@ -6,8 +6,8 @@ Stages 1 and 2 run against ZeroRedundancyOptimizer over DistributedDataParallel,
 block, once with its default, which frees parameters after forward, and once keeping them until backward; on four ranks
 and more also both as two replicas (HSDP). Two and four ranks on this machine's CPU, or one rank per GPU. The rivals
 have their best options, and all have the bucket size of BUCKET_MB at which they were fastest. They run in alternation,
-each after a barrier, as do two rivals: the spread of that ratio is the noise. A run is STEPS steps, and ends
-when all values have arrived, so that the last step's all-gathers count. Times are one run's on rank 0, medians of
+each after a barrier, as do two instances of the rival: the spread of that ratio is the noise. A run is STEPS steps, and
+ends when all values have arrived, so that the last step's all-gathers count. Times are of a run on rank 0, medians of
 PAIRS pairs. All start from the same weights, and their losses are compared. Peaks are above the memory between steps
 ("step"), or before the model ("first": making it, its optimizer, and two steps). On a GPU also: bytes by category of
 llama3.2-1B at world size 1 against the formulas.

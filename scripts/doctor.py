@@ -89,7 +89,7 @@ def look_machine(in_environment):
             "down the kernels of other notebooks first."
         ).format(MEMORY_GIB)
     if not in_environment and free < DISK_GB * 1e9 and platform.system() != "Darwin":  # there is none for macOS
-        yield None, "PyTorch's CUDA build wants {} GB of disk. Its CPU build is small: make lab CPU=1".format(DISK_GB)
+        yield None, "PyTorch's CUDA build needs {} GB of disk. Its CPU build is small: make lab CPU=1".format(DISK_GB)
 
 
 def look_torch(torch, why):
@@ -128,7 +128,7 @@ def look_gpu(torch):
             )
         if len(facts) == 1:
             yield None, (
-                "One GPU: it runs the notebooks of one process. NCCL wants a GPU for each rank, so ranks are "
+                "One GPU: it runs the notebooks of one process. NCCL needs a GPU for each rank, so ranks are "
                 "processes on the CPU, with gloo."
             )
         if torch.version.cuda and min((card.major, card.minor) for card in facts) < (8, 9):

@@ -44,7 +44,7 @@ def launcher_options() -> argparse.ArgumentParser:
         "--nproc_per_node",
         default=default,
         metavar="N",
-        help="processes on each machine; auto, the default: the notebook's own number, else one a GPU, else 2",
+        help="processes on each machine; auto, the default: the notebook's own number, else one per GPU, else 2",
     )
     add("--no-export", action="store_true", help="run what is exported, whatever the notebook says now")
     add(
@@ -59,7 +59,7 @@ def launcher_options() -> argparse.ArgumentParser:
     add(
         "--slurm",
         metavar=slurm.FORM,
-        help="write an sbatch script to runs/slurm/, and submit it where there is Slurm; cpus: cores for each GPU",
+        help="write an sbatch script to runs/slurm/, and submit it if Slurm is available; cpus: cores per GPU",
     )
     return parser
 
@@ -146,7 +146,7 @@ def launch(argv: list[str]) -> int:
     if answered.dry_run:
         print(printed, end="")
         return 0
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on there is something to put in order
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on there is something to clean up
     export(program)
     return slurm.submit(script, program.path.stem) if answered.slurm else run(command)
 

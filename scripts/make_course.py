@@ -34,7 +34,7 @@ import os
 c = get_config()  # noqa: F821
 c.CourseDirectory.course_id = "llm-training-at-scale"
 c.Autograde.autograde_preprocessors = AUTOGRADE
-c.Execute.timeout = 120  # seconds a cell; the longest take 10, on a busy server 50
+c.Execute.timeout = 120  # seconds per cell; the longest take 10, on a busy server 50
 c.Execute.skip_cells_with_tag = "measurement"  # they only measure and draw: no check depends on one
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # kernels and ranks outnumber the cores
 '''

@@ -346,7 +346,7 @@ def update(path: Path, blank: dict) -> str:
     if left_out:
         new = base_file(path, blank["metadata"]["course"]["base"])
         named = describe(left_out, notebook, blank)
-        line += f"; yours stands, and the course's change (in .base/{new.name}) is left out: {named}"
+        line += f"; yours is kept, and the course's change (in .base/{new.name}) is left out: {named}"
     return line
 
 
@@ -358,7 +358,7 @@ def hand_out(path: Path, blank: dict, notebooks: Path) -> str:
             return update(path, blank)
         except ExportError as error:
             keep_base(path, blank)
-            aside = f" afresh, since {error}; what was there is kept in {set_aside(path)}"
+            aside = f" afresh, since {error}; the old file is kept in {set_aside(path)}"
             checkpoint = path.parent / ".ipynb_checkpoints" / f"{path.stem}-checkpoint.ipynb"
             aside += f", and JupyterLab's last checkpoint in {checkpoint}" if checkpoint.exists() else ""
     keep_base(path, blank)

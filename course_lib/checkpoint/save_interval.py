@@ -1,4 +1,4 @@
-"""How often to save, and the cost of failures.
+"""The checkpoint interval, and the cost of failures.
 
     mtbf_s       mean time between failures of the job: one GPU's, divided by the number of GPUs
     save_s       seconds that training waits for a save: for a save beside training, the time of the copy alone

@@ -18,7 +18,7 @@ from course_lib.fp8.quantization import SQUARE, TENSOR, Quantized, block_amax, q
 
 
 class Cast(NamedTuple):
-    """How the operands of one role are quantized."""
+    """The quantization of one role's operands."""
 
     dtype: torch.dtype = torch.float8_e4m3fn
     block: tuple[int, int] = TENSOR  # k is last
@@ -27,7 +27,7 @@ class Cast(NamedTuple):
 
 
 class Casts(NamedTuple):
-    """How a linear layer quantizes its operands, by role."""
+    """The casts of a linear layer's operands, by role."""
 
     input: Cast
     weight: Cast

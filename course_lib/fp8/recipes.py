@@ -22,7 +22,7 @@ fp32, bf16, fp16 = torch.float32, torch.bfloat16, torch.float16
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a model is trained: the dtypes of its state, and how the operands of matmuls are quantized."""
+    """A training recipe: the dtypes of a model's state, and the quantization of matmul operands."""
 
     casts: Casts | None  # None: matmuls in BF16
     weights: torch.dtype  # as the matmuls read them

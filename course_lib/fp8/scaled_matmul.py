@@ -27,7 +27,7 @@ from course_lib.fp8.quantization import FULL, SQUARE, TILE, Quantized, dequantiz
 
 @dataclass
 class Dispatch:
-    """How `fp8_matmul` chooses among its kernels in this process."""
+    """The kernel choice of `fp8_matmul` in this process."""
 
     block_kernel_only: bool = False  # set by `by_block_kernel`
 

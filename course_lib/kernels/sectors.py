@@ -1,4 +1,4 @@
-"""How global memory is accessed: in sectors of 32 bytes, four of which make a line of 128, one warp at a time.
+"""Global memory accesses: in sectors of 32 bytes, four of which make a line of 128, one warp at a time.
 
 The 32 lanes of a warp execute one load together, a request. The memory moves the full sector of every lane's element.
 Lanes that touch adjacent elements share sectors; lanes a stride apart pay a sector each, and waste most of it (NVIDIA,

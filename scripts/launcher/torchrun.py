@@ -36,7 +36,7 @@ def split_notebook(words: list[str]) -> tuple[str, list[str]]:
         raise LaunchError(f"one notebook at a time: '{checked.training_script}' is too many (is a '--' missing?)")
     for name, option in SAYS_WHAT_RUNS.items():
         if getattr(checked, name):
-            raise LaunchError(f"{option} says what torchrun runs: here that is the notebook's module")
+            raise LaunchError(f"{option} says what torchrun runs: here it is the notebook's module")
     return read.training_script, options
 
 
@@ -77,7 +77,7 @@ def process_count(asked: str, from_notebook: object, gpus: int) -> int:
     if count < 1:
         raise LaunchError(f"{count} processes: at least one is needed")
     if gpus and count > gpus:
-        raise LaunchError(f"{count} processes, but {gpus} GPUs: NCCL wants one for each; try --nproc-per-node {gpus}")
+        raise LaunchError(f"{count} processes, but {gpus} GPUs: NCCL needs one for each; try --nproc-per-node {gpus}")
     return count
 
 

@@ -183,7 +183,7 @@ def test_a_gpu_whose_driver_is_too_old(bare):
 
 def test_one_gpu_and_two(bare):
     one, two = (list(doctor.look_gpu(machine("13.0", [gpu(9, 0)] * n))) for n in (1, 2))
-    assert "NCCL wants a GPU for each rank" in troubles(one) and not troubles(two)
+    assert "NCCL needs a GPU for each rank" in troubles(one) and not troubles(two)
     assert facts(two) == "\n".join(2 * ["GPU GPU, 80 GiB, compute capability 9.0"])
     assert "without FP8" in troubles(doctor.look_gpu(machine("13.0", [gpu(8, 0)] * 2)))
 

@@ -170,7 +170,7 @@ def test_a_cell_both_changed_is_the_learners_and_is_named(course):
     [line] = course.update()
     assert course.cells()["ex-01-1"]["source"] == mine
     assert course.cells()["title"]["source"] == "## 01 · Other numbers"
-    assert line.startswith("01_tiny: updated; yours stands") and line.endswith("is left out: cell 4 (ex-01-1)")
+    assert line.startswith("01_tiny: updated; yours is kept") and line.endswith("is left out: cell 4 (ex-01-1)")
     assert course.update() == ["01_tiny: up to date"], "a change that was left out is named once"
 
 
@@ -732,7 +732,7 @@ def test_a_cell_that_moves_is_never_nowhere(course):
     steps.close()  # killed here
     assert course.cells()["ex-01-2"]["source"] == MINE, "it stands in both"
     course.save(edited(course, ex_01_2=MINE + " + 0"))  # and the old one is edited once more
-    assert "01_tiny: updated; yours stands" in course.update()[0]
+    assert "01_tiny: updated; yours is kept" in course.update()[0]
     assert course.cells()["ex-01-2"]["source"] == MINE + " + 0"
 
 
