@@ -248,8 +248,8 @@ def step(way: str, device: torch.device) -> Iterator[dict]:
 
 
 def in_turns(way: str, rival: str, device: torch.device) -> Iterator[dict]:
-    """Yield the ratio of a step's time to the time of a rival's step, with both models in memory; then that of the
-    rival to itself, which is the noise. Raises AssertionError for a loss that is not finite.
+    """Yield the ratio of a step's time to a rival step's time, with both models in memory; then the rival's ratio to
+    itself, which is the noise. Raises AssertionError for a loss that is not finite.
     """
 
     def one_step(name: str) -> Callable[[], None]:

@@ -220,8 +220,8 @@ def flash_attention_varlen(
 
     cu_seqlens: int32 [sequences + 1], on q's device: 0, then the end of each sequence, the last one t. max_seqlen: the
     length of the longest sequence, known on the host. A larger value costs some programs that end immediately; with a
-    smaller one, rows beyond it are not written, and this is not checked. The arguments equal those of
-    flash_attn_varlen_func (Dao 2023).
+    smaller one, rows beyond it are not written, and this is not checked. The arguments are the same
+    as for flash_attn_varlen_func (Dao 2023).
     """
     if q.ndim != 3 or k.ndim != 3 or v.ndim != 3 or k.shape[0] != q.shape[0]:
         raise ValueError(
