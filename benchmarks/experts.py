@@ -50,7 +50,7 @@ def device_and_dtype() -> tuple[torch.device, torch.dtype]:
 
 
 def finished(run):
-    """`run`, until the device, and all ranks where there are some, are done."""
+    """Return `run` with a wait for the device and any other ranks after it."""
 
     def timed() -> None:
         run()

@@ -292,7 +292,7 @@ def options(argv: list[str] | None) -> argparse.Namespace:
     add("--only", metavar="NAME", help="only jobs with this in their names, whether they are done or not")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny sizes, to see that all of it runs")
     few = max(1, min(12, 3 * (os.cpu_count() or 1) // 4))
-    add("--processes", type=int, default=few, help="jobs side by side where no time is taken (3 for 4 cores, up to 12)")
+    add("--processes", type=int, default=few, help="jobs in parallel if nothing is timed (3 for 4 cores, up to 12)")
     add("--plan", action="store_true", help="say what would run, and end")
     add("--record", action="store_true", help="write results/*_<gpu>.json from what --out has, and end")
     add("--jobs", default="gpu_jobs", help=argparse.SUPPRESS)

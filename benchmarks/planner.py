@@ -65,7 +65,7 @@ def part(runs: list[MeasuredRun], predicted: Predicted, rows: list[int]) -> tupl
 
 def slow_mode(runs: list[MeasuredRun], predicted: Predicted) -> np.ndarray:
     """Return a mask [n] of the runs that took more than twice the predicted time."""
-    return np.array([run.step_s for run in runs]) > 2 * predicted.step_s  # false where a run failed
+    return np.array([run.step_s for run in runs]) > 2 * predicted.step_s  # False for a failed run
 
 
 def figures(runs: list[MeasuredRun], predicted: Predicted) -> dict[str, float]:

@@ -37,7 +37,7 @@ def retained_by_forward(model: Transformer, forward) -> int:
 
 
 def retained_against_formula(model: Transformer, forward, mode: str, batch: int, seq: int) -> dict:
-    """MiB kept, and the formula's error in percent where there is one; PyTorch's RMSNorm is fused on CUDA alone."""
+    """Return the MiB kept, and the formula's error in percent, if any; PyTorch's RMSNorm is fused on CUDA alone."""
     gpu, retained = torch.cuda.is_available(), retained_by_forward(model, forward)
     figures = {"kept_mib": retained / 2**20}
     if mode != "matmuls":
@@ -49,7 +49,7 @@ def retained_against_formula(model: Transformer, forward, mode: str, batch: int,
 
 
 def flops_and_use(config, batch: int, seq: int, mode: str, run, seconds: float) -> dict:
-    """GFLOP by formula and counted; MFU and HFU, None where the device's peak is not known."""
+    """Return GFLOP by formula and counted; MFU and HFU, None if the device's peak is not known."""
     needed, executed = step_flops(config, batch, seq, MODES[mode][0])
     peak = peak_flops()
     return {

@@ -21,12 +21,12 @@ Every method of the course on one page. `make cheatsheet` collects it from the r
 
 
 def table_row(cells: list[str]) -> str:
-    """A line of a markdown table."""
+    """Return a line of a markdown table."""
     return f"| {' | '.join(cells)} |"
 
 
 def row_cells(line: str) -> list[str]:
-    r"""The cells of a line of a markdown table; `\|` is a bar inside a cell."""
+    r"""Return the cells of a markdown table row; `\|` is a bar inside a cell."""
     return [cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip())[1:-1]]
 
 

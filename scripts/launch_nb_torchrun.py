@@ -30,7 +30,7 @@ ENTRY = Path(__file__).resolve().parent / "rank_entry.py"
 
 
 def launcher_options() -> argparse.ArgumentParser:
-    """The options of the launcher itself; all others are torchrun's."""
+    """Return the options of the launcher itself; all others are torchrun's."""
     parser = argparse.ArgumentParser(
         prog="launch_nb_torchrun.py",
         usage="%(prog)s NOTEBOOK [options] [any torchrun option] [-- options of the program]",

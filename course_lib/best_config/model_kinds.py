@@ -68,7 +68,7 @@ KINDS = {
     "smollm3": Kind("llama", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
     "starcoder2": Kind("llama", {"num_key_value_heads": 2, "tie_word_embeddings": True}, two_matrices=True),
 }  # fmt: skip
-NESTED = {"gemma3": "gemma3_text", "llama4": "llama4_text"}  # kinds of text_config where the file does not name them
+NESTED = {"gemma3": "gemma3_text", "llama4": "llama4_text"}  # kinds of text_config if the file does not name them
 
 
 def with_common_names(sizes: dict, kind: Kind) -> dict:

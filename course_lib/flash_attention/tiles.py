@@ -43,7 +43,7 @@ def key_bounds(first_row: int, block_q: int, block_k: int, s_q: int, s_k: int, c
 
     The tiles contain the queries [first_row, first_row + block_q), with first_row < s_q, as far as there are that
     many; each begins at a multiple of block_k, and unmasked_end is one, too. The keys from end on are seen by none of
-    these queries. A tile needs no mask where it has block_k keys and the first of the queries, hence each, sees them
+    these queries. A tile needs no mask if it has block_k keys and the first of the queries, hence each, sees them
     all. The tile of the last key before end may reach past it; where causal is off, end is s_k.
     """
     if not causal:

@@ -21,7 +21,7 @@ from triton.runtime import interpreter
 
 
 def install() -> None:
-    """Patch the interpreter of this process. A second call changes nothing, nor does a call where this version of
+    """Patch the interpreter of this process. A second call changes nothing, nor does a call if this version of
     Triton has other internals.
     """
     if hasattr(interpreter, "_LangPatchScope") and interpreter._patch_lang.__module__ != __name__:

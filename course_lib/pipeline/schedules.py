@@ -71,7 +71,7 @@ def interleaved(p: int, m: int, v: int, run: int | None = None) -> Schedule:
 
     run: micro-batches in a row that go through a stage before the next one; p, also the default: depth first; m:
     breadth first. Backwards take the same runs, through the rank's last stage first. Rank r begins with
-    (v - 1) run + 2 (p - 1 - r) forwards. With v = 1 it is one_f_one_b. Raises ValueError where a run is shorter than p
+    (v - 1) run + 2 (p - 1 - r) forwards. With v = 1 it is one_f_one_b. Raises ValueError if a run is shorter than p
     or does not divide m. Narayanan et al. 2021, §2.2; Llama Team 2024, §3.3.2.
     """
     check_sizes(p, m, v)

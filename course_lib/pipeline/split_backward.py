@@ -42,7 +42,7 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple:
-        """Return the gradients of x, weight and bias, each None where it is not asked for; gradient: [..., out].
+        """Return the gradients of x, weight and bias, each None if it is not requested; gradient: [..., out].
 
         Under autocast gradient and x are BF16, and the weight is float32: matmuls are in the gradient's dtype.
         """

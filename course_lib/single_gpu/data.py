@@ -181,7 +181,7 @@ def mapped_once(file: Path, make: Callable[[], torch.Tensor]) -> torch.Tensor:
             made, part = make(), file.with_suffix(f".{os.getpid()}.part")
             if made.numel() == 0:
                 return made  # nothing to map
-            made.numpy().tofile(part)  # raises where the disk is full; a write to a mapped file would be SIGBUS
+            made.numpy().tofile(part)  # raises if the disk is full; a write to a mapped file would be SIGBUS
             part.replace(file)
     return torch.from_file(str(file), shared=False, size=file.stat().st_size // 4, dtype=torch.int32)
 

@@ -48,7 +48,7 @@ def peak_tflops() -> dict[str, float]:
 
 
 def peak_flops(device_name: str | None = None) -> float | None:
-    """Return the dense BF16 FLOP/s of an accelerator, or None where the peak is not known.
+    """Return the dense BF16 FLOP/s of an accelerator, or None if the peak is not known.
 
     device_name: as `torch.cuda.get_device_name` reports it; None for the accelerator of this machine. A V100 has no
     BF16: the figure is its FP16 peak.

@@ -62,7 +62,7 @@ def csv_rows(file: Path, column: str) -> Iterator[tuple[str, dict]]:
 
 
 def parquet_rows(file: Path, column: str) -> Iterator[tuple[str, dict]]:
-    """Yield the rows, with this column alone where the file has it."""
+    """Yield the rows, with only this column if the file has it."""
     import pyarrow.parquet
 
     parquet, number = pyarrow.parquet.ParquetFile(file), 0
@@ -106,7 +106,7 @@ def check_column(columns: list[str], column: str) -> None:
 
 
 def file_rows(files: list[Path], column: str, folder: Path | None = None) -> Iterator[tuple[str, object]]:
-    """Yield the place and the value of each row; a position names its file where there is a folder."""
+    """Yield the place and the value of each row; a position names its file if the rows are from a folder."""
     for file in files:
         name, position = f"{os.path.relpath(file, folder)}: " if folder else "", ""
         try:
@@ -191,7 +191,7 @@ def named_rows(name: str, split: str, subset: str | None, column: str) -> Iterat
 
 def downloaded(name: str) -> Path | None:
     """Return the folder of a data set that `hf download` has left in Hugging Face's cache, where HF_HUB_OFFLINE is set:
-    `datasets` itself asks the network for a name. None where there is no such folder.
+    `datasets` itself asks the network for a name. None if there is no such folder.
     """
     from datasets import config
     from huggingface_hub import snapshot_download

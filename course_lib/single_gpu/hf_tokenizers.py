@@ -60,7 +60,7 @@ def special_tokens(tokenizer) -> tuple[list[int], list[int]]:
 
 
 def lost_characters(tokenizer, characters: set[str]) -> list[str]:
-    """Return a note where the tokenizer `tokenizer` has no token for some characters of a text, not even an unknown
+    """Return a note if the tokenizer `tokenizer` has no token for some characters of a text, not even an unknown
     one.
     """
     read = functools.partial(tokenizer, add_special_tokens=False, verbose=False)
