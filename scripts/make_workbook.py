@@ -218,7 +218,7 @@ def merge(
     """Return the updated notebook, and the ids of the course's changes left out in favor of the learner's cells.
 
     Without a base every cell that differs from the course's counts as the learner's, and deleted cells are restored.
-    elsewhere: cells of the learner's other notebooks, by id. A cell that the course drops here and is there, goes.
+    elsewhere: the learner's cells in other notebooks, by id. A cell dropped here by the course and found there goes.
     """
     elsewhere = elsewhere or {}
     old = {cell["id"]: cell for cell in base["cells"]} if base else {}
