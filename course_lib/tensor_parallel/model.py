@@ -3,7 +3,7 @@
     tokens -> embedding (rows)  f*                                                  full hidden states
     a layer:  norm  f  q k v (columns: local heads) attention   o (rows)     f*     full hidden states
               norm  f  gate up (columns)            silu, *     down (rows)  f*     full hidden states
-    norm      f  head (columns: local vocabulary)   loss from three numbers per token
+    norm      f  head (columns: local vocabulary)   loss from three elements per token
 
 A rank keeps 1/N of the weights, gradients, optimizer states, and of the activations between f and f*. Norms and the
 activations between f* and f are replicated: s b h (10 + 24/N) bytes per GPT layer, without attention scores

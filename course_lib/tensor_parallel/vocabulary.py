@@ -4,7 +4,7 @@ The logits [tokens, v] are the largest tensor of a step, and they are never gath
 
     log sum_j exp(z_j - max z) - (z_target - max z)
 
-and needs three numbers per token from the other ranks: the maximum, the sum, and the target's logit, which one rank
+and needs three elements per token from the other ranks: the maximum, the sum, and the target's logit, which one rank
 has. Backward needs none: a rank computes its columns of softmax(z) - onehot(target) from its local logits and the sum.
 (Shoeybi et al. 2019, Megatron-LM, §3.)
 """
