@@ -21,14 +21,14 @@ def seconds(run) -> float:
     return time.perf_counter() - start
 
 
-def paired(run, rival, before=lambda: None, pairs: int = PAIRS) -> dict[str, float]:
+def paired(run, rival, before=lambda: None, pairs: int | None = None) -> dict[str, float]:
     """Return the median times of both, and the median and spread of their ratio, from `pairs` runs in alternation after
-    two.
+    two. pairs: None for PAIRS, which a benchmark sets.
 
     `before` is called before each run and is not timed.
     """
     times = []
-    for _ in range(pairs + 2):
+    for _ in range((PAIRS if pairs is None else pairs) + 2):
         pair = []
         for each in (run, rival):
             before()
