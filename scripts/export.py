@@ -23,6 +23,7 @@ if str(ROOT) not in sys.path:  # on a machine where the course is not installed
     sys.path.append(str(ROOT))
 
 from course_kit.exercises.cells import CellError, ExportedCell, is_exported, read  # noqa: E402
+from course_kit.exercises.renamed import PROGRAMS  # noqa: E402
 from course_kit.exercises.saved import exercise_of, with_ids  # noqa: E402
 from course_kit.exercises.splice import YOURS, Owned, line_in_cell, owned, splice, without_owners  # noqa: E402
 from course_kit.exercises.splice import locate as locate_owned  # noqa: E402
@@ -63,7 +64,8 @@ def chapter(path: Path) -> str:
 def program_of(notebook: dict) -> str | None:
     """Return the module whose main a notebook starts, from its metadata; None for a workbook of an older course."""
     course = notebook.get("metadata", {}).get("course", {})
-    return course.get("program") if isinstance(course, dict) else None
+    program = course.get("program") if isinstance(course, dict) else None
+    return PROGRAMS.get(program, program) if isinstance(program, str) else program
 
 
 def spliced_cells(notebook: dict, path: Path) -> list[ExportedCell]:

@@ -21,6 +21,12 @@ TARGETS = {
     "five_d.kept_gathers:KeptGathers": "five_d.gather_once:GatherOncePerStep",
     "pipeline.copies": "pipeline.tied_weights",
 }
+# The module whose main a notebook of before starts.
+PROGRAMS = {
+    "data_parallel.replicas": "data_parallel.program",
+    "expert_parallel.model": "expert_parallel.program",
+    "zero.optimizer": "zero.program",
+}
 # By today's target: the names that its exercises define or use, ".name" after a dot alone. Those of a module count for
 # the methods of its classes too.
 # fmt: off

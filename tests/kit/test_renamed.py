@@ -15,10 +15,12 @@ from course_kit.checks import frame
 from course_kit.exercises import notes
 from course_kit.exercises.cells import digest, read
 from course_kit.exercises.install import Answer, install, uninstall
-from course_kit.exercises.renamed import NAMES, PLACEMENT, TARGETS, rename_in_kernel, renamed
+from course_kit.exercises.renamed import NAMES, PLACEMENT, PROGRAMS, TARGETS, rename_in_kernel, renamed
 from course_kit.exercises.saved import exercise_digest, exercise_of
 from course_kit.exercises.splice import splice
+from export import program_of
 from launcher.answers import Answers
+from launcher.program import defines_main, library_text
 
 ROOT = Path(__file__).parents[2]
 FIXTURE = Path(__file__).with_name("previous_cells.txt").read_text(encoding="utf-8")
@@ -139,3 +141,14 @@ def test_a_launch_takes_a_previous_answer_that_has_passed(tmp_path):
     assert answers.taken == ["10.18"] and not answers.refused
     text = answers.texts()["checkpoint.chunks"]
     assert "# exercise 10.18 (yours)\ndef span_chunks(" in text and "boxes_of_span" not in text
+
+
+@pytest.mark.parametrize("before, today", PROGRAMS.items())
+def test_a_notebook_of_before_starts_todays_program(before, today):
+    assert program_of({"metadata": {"course": {"program": before}}}) == today
+    assert defines_main(library_text(today)) and not defines_main(library_text(before) or "pass")
+
+
+def test_todays_programs_are_themselves():
+    programs = [json.loads(path.read_text(encoding="utf-8"))["metadata"]["course"]["program"] for path in PATHS]
+    assert [program_of({"metadata": {"course": {"program": each}}}) for each in programs] == programs
