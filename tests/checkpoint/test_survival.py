@@ -537,7 +537,7 @@ def test_a_bad_step_waits_with_its_save_and_the_third_in_a_row_stops_the_run(ran
     assert [line.split(":")[0] for line in lines] == [f"step {n} skipped" for n in (2, 3, 6, 9, 10, 11)]
     assert lines[1] == "step 3 skipped: loss 2.4, norm inf (2 skipped in this run)"
     assert error == (
-        "CheckpointError: stopped: 3 steps in a row skipped; the weights are those of step 8; "
+        "CheckpointError: stopped: 3 steps in a row skipped; the weights come from step 8; "
         "no finite step has followed "
         "step-000000008: it is renamed step-000000008.unproven; the last good checkpoint is step-000000007"
     )
@@ -558,7 +558,7 @@ def test_a_run_that_explodes_stops_and_no_later_run_goes_on_without_a_word(ranks
     before = snapshot(folder)
     bad = [*argv, "--lr", "1e38", "--steps", "9", "--keep", "9"]  # the step after the first has no finite loss
     error, text = ranks(explodes, bad)[0]
-    skipped = "CheckpointError: stopped: 3 steps in a row skipped; the weights are those of step 3"
+    skipped = "CheckpointError: stopped: 3 steps in a row skipped; the weights come from step 3"
     assert error.startswith(skipped), error
     assert text.count(" skipped: ") == 3 and list(complete(folder)) == [1, 2]
     after = snapshot(folder)
@@ -581,7 +581,7 @@ def test_a_run_that_ends_in_bad_steps_leaves_no_checkpoint_that_begins_with_nan(
         error
         == other
         == (
-            "CheckpointError: ended: 2 steps in a row skipped; the weights are those of step 1; "
+            "CheckpointError: ended: 2 steps in a row skipped; the weights come from step 1; "
             f"{aside if saved_first else ''}there is no good checkpoint"
         )
     )
