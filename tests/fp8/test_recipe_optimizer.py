@@ -158,8 +158,8 @@ def test_what_does_not_fit_is_refused():
     recipe = RECIPES["DeepSeek-V3"]
     for model, message in (
         (made("DeepSeek-V3")[0], "8 bits already"),
-        (Transformer(SMALL), "not of this recipe"),
-        (apply_fp8(Transformer(SMALL), RECIPES["nanotron"]), "not of this recipe"),
+        (Transformer(SMALL), "do not follow this recipe"),
+        (apply_fp8(Transformer(SMALL), RECIPES["nanotron"]), "do not follow this recipe"),
     ):
         before = list(model.parameters())
         with pytest.raises(ValueError, match=message):

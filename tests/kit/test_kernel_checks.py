@@ -72,7 +72,7 @@ def test_a_tuned_kernel_is_known_by_the_one_inside():
 @interpreted_only
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_stray_loads_are_counted_where_they_reach_no_result(dtype):
-    with pytest.raises(AssertionError, match="20 lanes loaded what lies outside of the tensors"):
+    with pytest.raises(AssertionError, match="20 lanes loaded memory outside of the tensors"):
         run_guarded(double_kernel, lambda x: double(x, loaded=20), torch.randn(100).to(dtype))
     with stray_loads() as strays:
         double(guarded(torch.ones(100)), loaded=20)

@@ -754,8 +754,8 @@ def test_bad_arguments_are_one_line_on_all_ranks(ranks):
     parts = {
         "meta": ["weight is on the meta device", "init"],
         "meta buffer": ["running_mean is on the meta device"],
-        "inside": ["Linear", "inside of another"],
-        "twice": ["Linear", "is there twice"],
+        "inside": ["Linear", "is inside another one"],
+        "twice": ["Linear", "is listed twice"],
         "foreign": ["a unit is not of the module"],
         "shape": ["rank 2 has weight [4, 3]"],
         "compute_dtype": ["rank 2", "bfloat16"],
