@@ -59,7 +59,7 @@ def compare(preset: str, batch: int, seq: int) -> dict[str, dict]:
         return step(DistributedDataParallel(module or model(), bucket_cap_mb=bucket_mb, **options))
 
     def best(make, choices: list[tuple]) -> tuple:
-        """Return the choice whose steps are fastest, on the slowest rank; all run in turn, after two steps of each."""
+        """Return the choice with the fastest steps on the slowest rank. Alternates the choices after two steps each."""
         runs, times = [make(*choice) for choice in choices], [[] for _ in choices]
         for _ in range(TRIES + 2):
             for run, taken in zip(runs, times, strict=True):

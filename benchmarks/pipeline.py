@@ -20,7 +20,7 @@ the largest element of that gradient. Kernels that fail to run are recorded with
 "halves": the price of a backward in two halves. In one process, on a middle stage of LAYERS layers: the time of F, I
 and W over the time of F and B, for M micro-batches. Measured for our SplitPass, for PyTorch's stage_backward_input and
 stage_backward_weight, and for layers that keep x and dY and add to .grad themselves, as DualPipe's WeightGradStore
-does. All kinds run in turn, HALVES rounds.
+does. The kinds alternate, HALVES times.
 """
 
 import dataclasses

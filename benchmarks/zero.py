@@ -138,7 +138,7 @@ def compare(preset: str, batch: int, seq: int, pairs: int) -> dict[str, dict]:
         return run
 
     def best(wrap, choices: list[tuple]) -> tuple:
-        """Return the choice whose steps are fastest, on the slowest rank; all run in turn, after two steps of each."""
+        """Return the choice with the fastest steps on the slowest rank. Alternates the choices after two steps each."""
         runs, times = [step(wrap, choice) for choice in choices], [[] for _ in choices]
         for _ in range(min(TRIES, pairs) + 2):
             for run, taken in zip(runs, times, strict=True):

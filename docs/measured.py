@@ -102,7 +102,7 @@ def ratios(run: dict) -> str:
     return spread(f"{run['ratio_min']:.2f}", f"{run['ratio_max']:.2f}")
 
 
-def place(path: tuple[str, ...]) -> dict:
+def row_label(path: tuple[str, ...]) -> dict:
     """Return the first two columns of a row: its position in the file."""
     return {"": " · ".join(path[:-1]) or path[-1], " ": path[-1] if path[:-1] else ""}
 
@@ -111,9 +111,9 @@ def paired(path: tuple[str, ...], run: dict, runs: dict) -> dict:
     """Return a row of paired runs. The noise is the spread of theirs against itself, in the same place and order."""
     itself = [r"\g<rival> against itself", r"\g<rival> \g<order> against itself"]
     versus = re.compile(r"^(?:.*?(?P<order>\S*) )?against (?P<rival>.*)$")
-    places = [tuple(versus.sub(new, part) for part in path) for new in itself]
-    noise = next((runs[place] for place in places if place in runs), None)
-    return place(path) | {
+    keys = [tuple(versus.sub(new, part) for part in path) for new in itself]
+    noise = next((runs[key] for key in keys if key in runs), None)
+    return row_label(path) | {
         "ours, ms": run["ours_ms"],
         "theirs, ms": run["rival_ms"],
         "ours / theirs": f"{run['ratio']:.2f}",
@@ -135,19 +135,19 @@ def side_by_side(row: dict) -> dict:
 
 def file_tables(figures: dict) -> list[str]:
     """The tables of a JSON file."""
-    found = list(leaves({key: value for key, value in figures.items() if isinstance(value, dict)}))
-    runs = {path: value for path, value in found if "ratio_min" in value}
+    values = list(leaves({key: value for key, value in figures.items() if isinstance(value, dict)}))
+    runs = {path: value for path, value in values if "ratio_min" in value}
     kinds = {"Times": [paired(path, run, runs) for path, run in runs.items() if "against itself" not in " ".join(path)]}
     kinds["Medians"] = [
-        place(path)
+        row_label(path)
         | {"median, s": value["median_s"], "least – most": spread(shown(value["min_s"]), shown(value["max_s"]))}
         | titled({key: each for key, each in value.items() if key not in ("median_s", "min_s", "max_s")})
-        for path, value in found
+        for path, value in values
         if "median_s" in value
     ]
     kinds[OTHER] = [
-        place(path) | titled(value)
-        for path, value in found
+        row_label(path) | titled(value)
+        for path, value in values
         if titled(value) and "ratio_min" not in value and "median_s" not in value
     ]
     for key, value in figures.items():

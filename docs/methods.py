@@ -67,7 +67,7 @@ def methods(sheet: Path = SHEET, classes: Path = CLASSES) -> list[Method]:
     """Return the methods in course order. Raises ExtensionError if CHEATSHEET.md and methods.csv disagree."""
     with classes.open(encoding="utf-8", newline="") as file:
         classed = {row["method"]: row for row in csv.DictReader(file)}
-    found = []
+    listed = []
     rows = [row_cells(line) for line in sheet.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
     for name, saves, costs, *_, notebook in rows[2:]:
         if name not in classed:
@@ -80,20 +80,20 @@ def methods(sheet: Path = SHEET, classes: Path = CLASSES) -> list[Method]:
                 raise ExtensionError(f"{classes.name}: “{name}” {kind} “{row[kind]}”, but the words are {words}")
         number, path = notebook[1:-1].split("](")
         text = f"saves {saves or '–'}; costs {costs or '–'}"
-        found.append(Method(name, text, number, Path(path).stem, **kinds, on_map=row["on_map"] == "yes"))
+        listed.append(Method(name, text, number, Path(path).stem, **kinds, on_map=row["on_map"] == "yes"))
     if classed:
         raise ExtensionError(f"{classes.name} has a method that no recap has: “{next(iter(classed))}”")
-    return found
+    return listed
 
 
-def course_map(found: list[Method], root: str) -> str:
+def course_map(listed: list[Method], root: str) -> str:
     """Return a table with a row per technique and a mark for each thing that it saves or costs."""
     costs = {word: title for word, title in COSTS.items() if word}
     lines = ['<div class="course-map"><table>']
     lines.append(f'<thead><tr><td></td><th colspan="{len(SAVES)}">saves</th><th colspan="{len(costs)}">costs</th></tr>')
     titles = [*SAVES.values(), *costs.values()]
     lines.append(f"<tr><td></td>{''.join(f'<th><span>{title}</span></th>' for title in titles)}</tr></thead><tbody>")
-    for method in found:
+    for method in listed:
         if method.on_map:
             marks = [mark("saves", SAVES[word], word in method.saves) for word in SAVES]
             marks += [mark("costs", costs[word], word in method.costs) for word in costs]
@@ -101,19 +101,19 @@ def course_map(found: list[Method], root: str) -> str:
     return "\n".join([*lines, "</tbody></table></div>"])
 
 
-def mark(kind: str, title: str, there: bool) -> str:
+def mark(kind: str, title: str, present: bool) -> str:
     """Return a cell of the map."""
-    return f'<td class="{kind}"><i title="{kind} {title}"></i></td>' if there else "<td></td>"
+    return f'<td class="{kind}"><i title="{kind} {title}"></i></td>' if present else "<td></td>"
 
 
-def drawing(found: list[Method], root: str) -> str:
+def drawing(listed: list[Method], root: str) -> str:
     """Return all methods in a grid: a column per saving, a row per main cost."""
     lines = ['<div class="methods-drawing">', "<div><b>saves</b> →<br><b>costs</b> ↓</div>"]
     lines += [f'<div class="saved">{title}</div>' for title in COLUMNS]
     for cost, cost_title in COSTS.items():
         lines.append(f'<div class="cost">{cost_title}</div>')
         for title, saved in COLUMNS.items():
-            here = [method.link(root) for method in found if saved & {*method.saves} and method.costs[0] == cost]
-            label = f'<span class="label">saves {title}</span>' if here else ""
-            lines.append(f'<div class="cell cost-{cost or "nothing"}">{label}{"".join(here)}</div>')
+            links = [method.link(root) for method in listed if saved & {*method.saves} and method.costs[0] == cost]
+            label = f'<span class="label">saves {title}</span>' if links else ""
+            lines.append(f'<div class="cell cost-{cost or "nothing"}">{label}{"".join(links)}</div>')
     return "\n".join([*lines, "</div>"])

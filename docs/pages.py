@@ -45,8 +45,8 @@ NOT_LINKED = (nodes.title, nodes.reference, nodes.literal, nodes.literal_block, 
 def fill(app, docname: str, content: list[str]) -> None:
     """Insert the generated content into a page's text, and record the files that the page depends on."""
 
-    def made(found: re.Match) -> str:
-        make, sources = GENERATED[found[1]]
+    def made(match: re.Match) -> str:
+        make, sources = GENERATED[match[1]]
         for source in sources:  # a folder counts as changed each time, so a new file in it is seen
             app.env.note_dependency(str(source), docname=docname)
         return make(app)
@@ -63,12 +63,12 @@ def fill(app, docname: str, content: list[str]) -> None:
 
 def entries() -> list[tuple[list[str], str]]:
     """Return the glossary's entries: the terms of each, and the notebook that teaches it."""
-    found = []
+    terms = []
     for lines in re.findall(r"^(?:(?!```)\S.*\n)+(?:  .*\n)+", (DOCS / "glossary.md").read_text("utf-8"), re.MULTILINE):
         words = [line for line in lines.splitlines() if not line.startswith(" ")]
         if teacher := re.search(r"\(\.\./(notebooks/\w+)\.ipynb\)\)$", lines.rstrip()):
-            found.append((words, teacher[1]))
-    return found
+            terms.append((words, teacher[1]))
+    return terms
 
 
 def pattern(word: str) -> str:
@@ -95,16 +95,16 @@ def link_words(app, doctree: nodes.document, docname: str) -> None:
     for text in list(doctree.findall(nodes.Text)):
         if any(isinstance(parent, NOT_LINKED) for parent in parents(text)):
             continue
-        pieces, end = [], 0
-        for found in any_word.finditer(text):
-            word = known[found.lastindex - 1]
+        new_nodes, end = [], 0
+        for match in any_word.finditer(text):
+            word = known[match.lastindex - 1]
             if word not in seen:
                 seen.add(word)
-                link = nodes.reference("", found[0], refuri=f"{page}#{anchors[word]}", internal=True, classes=["word"])
-                pieces += [nodes.Text(text[end : found.start()]), link]
-                end = found.end()
-        if pieces:
-            text.parent.replace(text, [*pieces, nodes.Text(text[end:])])
+                link = nodes.reference("", match[0], refuri=f"{page}#{anchors[word]}", internal=True, classes=["word"])
+                new_nodes += [nodes.Text(text[end : match.start()]), link]
+                end = match.end()
+        if new_nodes:
+            text.parent.replace(text, [*new_nodes, nodes.Text(text[end:])])
 
 
 def parents(node: nodes.Node):

@@ -10,9 +10,9 @@ TAG = "hide-input"  # of a cell that is collapsed
 SOLUTION = re.compile(r"^[ ]*### BEGIN SOLUTION\n(.*?\n?)[ ]*### END SOLUTION\n?", re.DOTALL | re.MULTILINE)
 
 
-def folded(cell: dict, words: str, *more: str) -> dict:
+def folded(cell: dict, words: str, *extra_tags: str) -> dict:
     """Return the cell, collapsed behind a bar with this label, with more tags."""
-    tags = {*cell["metadata"].get("tags", []), TAG, *more}
+    tags = {*cell["metadata"].get("tags", []), TAG, *extra_tags}
     prompts = {"code_prompt_show": words, "code_prompt_hide": words}
     return cell | {"metadata": cell["metadata"] | {"tags": sorted(tags), "mystnb": prompts}}
 
@@ -24,11 +24,11 @@ def shown(cell: dict) -> list[dict]:
         return [cell]
     texts = SOLUTION.split(source)  # every second one is a solution
     if len(texts) > 1:
-        pieces = [cell | {"id": f"{cell['id']}-{i}", "source": text.rstrip()} for i, text in enumerate(texts)]
-        pieces[1::2] = [folded(piece, "Solution", "solution") for piece in pieces[1::2]]
-        pieces = [piece for piece in pieces if piece["source"]]
-        pieces[:-1] = [piece | {"outputs": []} for piece in pieces[:-1]]
-        return pieces
+        parts = [cell | {"id": f"{cell['id']}-{i}", "source": text.rstrip()} for i, text in enumerate(texts)]
+        parts[1::2] = [folded(part, "Solution", "solution") for part in parts[1::2]]
+        parts = [part for part in parts if part["source"]]
+        parts[:-1] = [part | {"outputs": []} for part in parts[:-1]]
+        return parts
     first = source.lstrip().split("\n")[0].removeprefix("# ")
     return [folded(cell, first)] if TAG in cell["metadata"].get("tags", []) else [cell]
 

@@ -102,9 +102,9 @@ def compare(way: str, recompute: bool) -> tuple[list[float], list[float]]:
     model = copy.deepcopy(alone := Mine())
     if recompute:
         apply_recompute(model.layers, "full")
-    together = train(*prepare(way, model))
-    dist.all_reduce(together, dist.ReduceOp.AVG)
-    return together.tolist(), train(alone, ADAMW(alone.parameters())).tolist()
+    parallel = train(*prepare(way, model))
+    dist.all_reduce(parallel, dist.ReduceOp.AVG)
+    return parallel.tolist(), train(alone, ADAMW(alone.parameters())).tolist()
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ def render(path: Path) -> None:
 
 
 def main(paths: list[str]) -> int:
-    """Render each notebook in turn. Returns 1 if one of them failed."""
+    """Render the notebooks one after the other. Returns 1 if one of them failed."""
     status = 0
     for path in map(Path, paths):
         start_s = time.perf_counter()

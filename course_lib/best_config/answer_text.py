@@ -72,7 +72,7 @@ def table_lines(result: Numbers) -> list[str]:
 
 
 def takes(longer: float) -> str:
-    """Return in words how much longer one step takes than another. longer: the difference as a share of the other."""
+    """Return as text how much longer one step takes than another. longer: the difference as a share of the other."""
     if longer >= 1:
         return f"takes {1 + longer:.1f} times as long"
     return f"takes {abs(longer):.1%} {'longer' if longer > 0 else 'less time'}"

@@ -188,7 +188,7 @@ def read_runs(
     it, a row with a time is ok), why (a failed run's reason, in any words), peak_bytes, dtype, experts, top_k,
     expert_hidden.
 
-    ok is 1 or 0, or a word of YES and NO, or a failure in words such as "CUDA out of memory", "Timeout" or "Failed
+    ok is 1 or 0, or a word of YES and NO, or a failure text such as "CUDA out of memory", "Timeout" or "Failed
     (NCCL)". Only runs that ran out of memory tell how much of it is usable. If ok or why of any row says "oom" or "out
     of memory", all other failed rows therefore count as failed for other reasons (`MeasuredRun.failure`). In a file
     that only says that runs failed, each of them may have run out of memory, or failed for another reason.

@@ -97,7 +97,7 @@ class FolderLock:
             self.file.flush()
             flocked(self.file)
             while not self.install(ready):
-                pass  # another process has replaced or removed the lock meanwhile
+                pass  # another process has since replaced or removed the lock
         except BaseException:
             self.file.close()
             raise

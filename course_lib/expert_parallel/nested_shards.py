@@ -50,7 +50,7 @@ class NestedShard(NamedTuple):
 
 
 def shard_nested(parameter: nn.Parameter, cuts: list[tuple[dist.ProcessGroup, int]]) -> nn.Parameter:
-    """Return a new parameter with this rank's shard of `parameter`, cut over each (group, dimension) in turn."""
+    """Return a new parameter with this rank's shard of `parameter`, cut over each (group, dimension)."""
     shards = []
     for group, dim in cuts:
         shards.append(TensorShard.of(parameter.shape[dim], group, dim))

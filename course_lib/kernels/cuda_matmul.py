@@ -65,7 +65,7 @@ extern "C" __global__ void tiled(const float* a, const float* b, float* c, int m
         __syncthreads();  // both tiles are there
         for (int i = 0; i < 32; i++)
             sum += a_tile[y][i] * b_tile[i][x];
-        __syncthreads();  // nobody needs them any more
+        __syncthreads();  // no thread needs them any more
     }
     if (row < m && column < n)
         c[size_t(row) * n + column] = sum;

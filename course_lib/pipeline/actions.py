@@ -1,4 +1,4 @@
-"""Pipeline schedules: for each rank a list of actions, in order; a test that all of them can be carried out."""
+"""Pipeline schedules: for each rank a list of actions, in order; a test that all of them can be executed."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def afab(p: int, m: int) -> Schedule:
 
 # exercise 09.4
 def steady_1f1b(forwards: list[Action], backwards: list[list[Action]], warmup_microbatches: int) -> list[Action]:
-    """Return 1F1B's order: `warmup_microbatches` forwards (at most all), then a forward and a backward in turn, then
+    """Return 1F1B's order: `warmup_microbatches` forwards (at most all), then forwards and backwards alternately, then
     the remaining backwards. Each backward is a list of actions; there are as many backwards as forwards.
     """
     warmup = min(warmup_microbatches, len(forwards))

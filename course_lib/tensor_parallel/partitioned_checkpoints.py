@@ -55,7 +55,7 @@ class PartitionedCheckpoint(Recomputed):
 def apply_partitioned_recompute(model: Transformer, group: dist.ProcessGroup | None = None) -> Transformer:
     """Recompute each of `model.blocks` from an input that is partitioned over `group`, on whose ranks it is the same.
 
-    It replaces an earlier mode of recompute.apply_recompute, which undoes it in turn. Returns the model. Raises
+    It replaces an earlier mode of recompute.apply_recompute, which also undoes it. Returns the model. Raises
     ValueError for a sequence-parallel model (notebook 07), whose hidden states differ between the ranks.
     """
     need_transformer(model, "apply_partitioned_recompute", "apply_recompute takes an nn.ModuleList of any model")

@@ -24,7 +24,7 @@ from course_lib.zero.shards import ALIGNED, FlatLayout, GradientBuffer, divide_f
 
 
 class BufferPool:
-    """`count` buffers of `numel` elements, with the dtype and device of `like`, which all buckets use in turn."""
+    """`count` buffers of `numel` elements, with the dtype and device of `like`, which all buckets share."""
 
     def __init__(self, numel: int, like: torch.Tensor, count: int = 2):
         self.numel, self.like, self.count = numel, like, count

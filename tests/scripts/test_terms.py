@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("course_lib", "course_kit", "scripts", "benchmarks")
+FOLDERS = ("course_lib", "course_kit", "scripts", "benchmarks", "docs", "examples")
 PARALLEL = (  # packages where a part of a tensor is a shard
     "checkpoint context_parallel data_parallel expert_parallel five_d pipeline sequence_parallel tensor_parallel zero"
 ).split()

@@ -38,7 +38,7 @@ def check() -> None:
     for spec, one in near.items():
         values, numbers = new_values(one, start), re.findall(r"\d+", str(spec))
         named = all(value in (numbers if value.isdigit() else str(spec)) for value in values)
-        assert named, f"{spec!r} is {one}: the words that say what has changed have the new values: {', '.join(values)}"
+        assert named, f"{spec!r} is {one}: the settings that have changed have the new values: {', '.join(values)}"
     back = set(recipe.changes(Layout.parse("pp4,zb-h1,full")).values())
     missing = [spec for spec in ("pp4,zb-h1", "pp4,full") if Layout.parse(spec) not in back]
     assert not missing, f"not among the changes of pp4,zb-h1,full: {', '.join(missing)}; a change can be undone"

@@ -59,5 +59,5 @@ def check() -> None:
         last = max(members(n), key=lambda rank: arrival(sends, rank, source))
         needed, last = arrival(sends, last, source), members(n).index(last)
         assert needed <= steps, (
-            f"{what}: at one send per rank and step, group rank {last} is served in step {needed}; a tree takes {steps}"
+            f"{what}: at one send per rank and step, group rank {last} receives in step {needed}; a tree takes {steps}"
         )

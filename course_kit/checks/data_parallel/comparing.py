@@ -48,7 +48,7 @@ def cause(got: torch.Tensor, expected: torch.Tensor, n: int) -> str:
 
 
 def check_traffic(rank: int, traffic: Traffic, members: tuple[int, ...], nbytes: list[int]) -> None:
-    """Assert that a rank has sent within the group alone, and no more than an all-reduce of each tensor does."""
+    """Assert that a rank sent only within the group, and no more than an all-reduce of each tensor sends."""
     assert {record.group for record in traffic.records} == {members}, f"rank {rank}: reduce over `group`"
     enough = sum(2 * (len(members) - 1) * size // len(members) for size in nbytes)
     assert traffic.bytes <= enough, f"rank {rank} sends {traffic.bytes:,} bytes, {enough:,} are enough"

@@ -17,7 +17,7 @@ def check() -> None:
         (F(2), pairs, 1, "F0 F1 I0 W0 I1 W1"),
     ):
         result = words(schedules.steady_1f1b(forwards, backwards, warmup))
-        assert result == wanted, f"steady_1f1b, {warmup} ahead of {len(forwards)}: {result}, not {wanted}"
+        assert result == wanted, f"steady_1f1b, {warmup} warmup forwards of {len(forwards)}: {result}, not {wanted}"
     for p, m in ((1, 3), (2, 4), (4, 8), (4, 9), (4, 2), (8, 20)):
         schedule = schedules.one_f_one_b(p, m)
         assert len(schedule) == p, f"p = {p}, m = {m}: {len(schedule)} ranks"
@@ -32,5 +32,5 @@ def check() -> None:
             kinds = "".join(each.kind for each in actions)
             warmup = min(p - 1 - rank, m)
             assert kinds == "F" * warmup + "FB" * (m - warmup) + "B" * warmup, (
-                f"{where}: {words(actions)}; there should be {warmup} ahead, then F and B in turn"
+                f"{where}: {words(actions)}; expected {warmup} warmup F, then alternating F and B"
             )

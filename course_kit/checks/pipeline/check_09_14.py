@@ -23,7 +23,7 @@ def check_options() -> None:
     expect(probe, 1, {"F": 3}, "rank 1's first F begins when it arrives, t_comm after its end")
     expect(probe, 0, {"F": 2}, "no rank knows when the gradient comes: I is no option yet")
     probe.done[0]["F"], probe.free[0] = 2, 4
-    expect(probe, 0, {}, "two are live, and two ahead: no F")
+    expect(probe, 0, {}, "two are live, and F leads by two: no F")
     probe.ended["I", 1, 0] = 8
     expect(probe, 0, {"I": 9}, "I begins when its gradient arrives")
     probe.done[0].update(F=2, I=1)

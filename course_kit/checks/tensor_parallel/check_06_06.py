@@ -31,7 +31,7 @@ class RankResult(NamedTuple):
     backward: Traffic
     members: tuple[int, ...]  # the group of copies
     kind: type  # of what is returned
-    order: str  # what backward does, in words
+    order: str  # what backward does, as text
 
 
 class AutocastResult(NamedTuple):

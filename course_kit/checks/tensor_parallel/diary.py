@@ -66,7 +66,7 @@ class Diary(TorchDispatchMode):
         return super().__exit__(*error)
 
     def words(self) -> list[str]:
-        """Return the words of all events."""
+        """Return the text of all events."""
         return [word for word, _ in self.events]
 
     def total(self, word: str) -> int:

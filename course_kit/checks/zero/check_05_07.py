@@ -1,4 +1,4 @@
-"""Check of exercise 05.7: buckets take two buffers in turn."""
+"""Check of exercise 05.7: buckets alternate between two buffers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Sent:
 
 
 def check_in_turn() -> None:
-    """Assert that six buckets, each sent once it is full, take the two buffers of __init__ in turn."""
+    """Assert that six buckets, each sent once it is full, alternate between the two buffers of __init__."""
     pool = BufferPool(10, torch.zeros(0, dtype=torch.bfloat16))
     log: list[int] = []
     at_first = {buffer.data_ptr() for buffer in pool.free}
