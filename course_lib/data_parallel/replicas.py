@@ -48,7 +48,7 @@ class DataParallel(nn.Module):
     mode: see MODES; bucket_mb: MB (10**6 bytes) of gradients per bucket, see default_bucket_mb; reduce_dtype: see
     Bucket. All ranks start from the values of the group's first rank; parameters that are frozen then are never
     reduced. The `reduce_group` of a parameter's placement, if it has one, is the group whose ranks have the same values
-    and the same gradient; the sum over it is divided by the size of `group` all the same. Between backward and finish()
+    and the same gradient; the sum over it is still divided by the size of `group`. Between backward and finish()
     gradients are in flight: do not touch them.
 
     Raises ValueError, on all ranks, for invalid arguments, meta tensors, a module without trained parameters, and ranks

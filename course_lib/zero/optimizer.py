@@ -234,7 +234,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             yield shard.updated_tensor()
 
     def local_gradients(self) -> list[LocalGradient]:
-        """Return this rank's shards of the mean gradient, after `finish()`, which it calls."""
+        """Call `finish()`, and return this rank's shards of the mean gradient."""
         self.finish()
         return [bucket.local_gradient() for bucket in self.gradients]
 
@@ -275,8 +275,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of any world size and stage, or of `optimizer_cls` in one process. Collective.
 
-        Load the module's own state before. Raises ValueError for the state of other parameters; nothing has changed
-        then.
+        Load the module's own state first. Raises ValueError, and changes nothing, for the state of other parameters.
         """
         check_states(self.param_groups, state_dict)
         self.copy_from_params()
