@@ -147,7 +147,7 @@ class Reducer:
     """The buckets of a model. They start in the same order on all ranks, each after its predecessors; the first
     `launched` of them have started.
 
-    Otherwise ranks that use different parameters would start different all-reduces, and wait for each other for ever.
+    Otherwise ranks that use different parameters would start different all-reduces, and wait for each other forever.
     names: the name of each parameter to reduce; for the other arguments see DataParallel.
     """
 

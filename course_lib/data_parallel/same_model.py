@@ -1,6 +1,6 @@
 """All ranks start from the same model: check that they have built the same one, and broadcast the first rank's values.
 
-A rank that differs in one shape or one argument would wait for the others for ever. The check compares hashes, and
+A rank that differs in one shape or one argument would wait for the others forever. The check compares hashes, and
 sends descriptions only if the hashes differ, so that every rank raises the same error.
 """
 

@@ -112,7 +112,7 @@ class Block(Threads):
         """Wait as `__syncthreads()` does, for all warps. Raises RuntimeError if some threads cannot reach it."""
         if not self.active.all():
             raise RuntimeError(
-                "sync() in a branch that some threads of the block do not enter: the others wait for ever"
+                "sync() in a branch that some threads of the block do not enter: the others wait forever"
             )
         for tile in self.tiles:
             tile.forget()

@@ -235,7 +235,7 @@ class OwnerTracker(StorageTracker):
         """Note that autograd saves `tensor` for backward."""
         if known := self.alive.get(tensor.untyped_storage()._cdata):
             known[0].saved = True
-        return tensor.detach()  # an output that is kept as it is would hold its own graph, for ever
+        return tensor.detach()  # an output that is kept as it is would hold its own graph, forever
 
 
 class MemoryProfile(MemoryTimeline):
