@@ -120,7 +120,7 @@ def test_a_barrier_that_some_threads_never_reach():
             block.sync()
 
     run_blocks(waits, (1,), (64,), 0)
-    with pytest.raises(RuntimeError, match="the others wait for ever"):
+    with pytest.raises(RuntimeError, match="the others wait forever"):
         run_blocks(waits, (1,), (64,), 32)
 
 
