@@ -6,6 +6,7 @@ import course_lib  # noqa: F401  before Triton: where there is no GPU, it asks f
 
 # A kernel's shell: ipykernel may have been imported without one, and without IPython.
 if sys.modules.get("IPython") and hasattr(_shell := sys.modules["IPython"].get_ipython(), "kernel"):
-    from course_kit.pictures.cell_bars import show_bars
+    from course_kit.widgets.cell_bars import show_bars
 
     show_bars(_shell)
+    _shell.config.InlineBackend.figure_formats = {"retina"}  # two pixels per point, read when the first figure is drawn

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from course_kit.pictures.style import BLUE, GRAY
+from course_kit.figures.style import BLUE, GRAY
 from course_kit.planning.published_runs import PublishedRun, predicted_step
 
 if TYPE_CHECKING:

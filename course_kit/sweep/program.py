@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from course_kit.pictures.heatmaps import heatmap
+from course_kit.figures.heatmaps import heatmap
 from course_kit.sweep.calibrate import calibrate_rows
 from course_kit.sweep.enclosed import now
 from course_kit.sweep.rows import Rows

@@ -1,4 +1,4 @@
-"""course_kit.pictures.cell_bars: a cell that says that it takes long has a bar, which is gone when the cell ends."""
+"""course_kit.widgets.cell_bars: a cell that says that it takes long has a bar, which is gone when the cell ends."""
 
 import json
 import re
@@ -10,7 +10,7 @@ import pytest
 from IPython.core.displaypub import CapturingDisplayPublisher
 from IPython.core.interactiveshell import InteractiveShell
 
-from course_kit.pictures import cell_bars
+from course_kit.figures import cell_bars
 from tiny_course import ROOT
 
 LONG = "#| export x.y\n# Measured: two, and two more, about 40 s\n"
@@ -77,7 +77,7 @@ from IPython.core.interactiveshell import InteractiveShell
 InteractiveShell.instance()
 del sys.modules["course_kit"]
 import course_kit
-assert "course_kit.pictures.cell_bars" not in sys.modules"""
+assert "course_kit.widgets.cell_bars" not in sys.modules"""
     subprocess.run([sys.executable, "-c", source], check=True, timeout=300)
 
 

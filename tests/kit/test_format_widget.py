@@ -1,4 +1,4 @@
-"""course_kit.pictures.formats: figures say what the formats are, and the widget takes anything typed. CPU."""
+"""course_kit.figures.formats: figures say what the formats are, and the widget takes anything typed. CPU."""
 
 import math
 import struct
@@ -10,7 +10,7 @@ import torch
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 
-from course_kit.pictures.formats import (
+from course_kit.figures.formats import (
     EXPONENT_COLOR,
     MANTISSA_COLOR,
     SIGN_COLOR,
@@ -21,7 +21,7 @@ from course_kit.pictures.formats import (
     rounding_figure,
     stored_number,
 )
-from course_kit.pictures.planner import png
+from course_kit.figures.planner import png
 from course_lib.mixed_precision.formats import E2M1, E4M3, E5M2, FORMATS, FP16, FP32, round_to
 
 SOME = [0.1, -70000.3, 448.0, 1.2345678e-7, -1.2345678e-38, 0.0, -0.0, 1e300, math.inf, -math.inf, math.nan]

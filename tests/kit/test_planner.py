@@ -9,10 +9,10 @@ import itertools
 import pytest
 from matplotlib.colors import to_hex
 
-from course_kit.pictures import planner as planner_module
-from course_kit.pictures.memory import memory_figure
-from course_kit.pictures.planner import HEATMAP_NODES, HEATMAP_SETTINGS, family, planner
-from course_kit.pictures.ranking import (
+from course_kit.figures import planner as planner_module
+from course_kit.figures.memory import memory_figure
+from course_kit.figures.planner import HEATMAP_NODES, HEATMAP_SETTINGS, family, planner
+from course_kit.figures.ranking import (
     distinct,
     heatmap_figure,
     heatmap_row,
@@ -21,7 +21,7 @@ from course_kit.pictures.ranking import (
     rejections_figure,
     two_lines,
 )
-from course_kit.pictures.style import MEMORY
+from course_kit.figures.style import MEMORY
 from course_lib.best_config.answer import answer
 from course_lib.best_config.clusters import CLUSTERS
 from course_lib.best_config.planner import Ranking, search

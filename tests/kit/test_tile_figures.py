@@ -1,4 +1,4 @@
-"""course_kit.pictures.tiles: figures say what attention is, and the slider redraws. CPU; no picture is looked at."""
+"""course_kit.figures.tiles: figures say what attention is, and the slider redraws. CPU; no picture is looked at."""
 
 import math
 import re
@@ -10,9 +10,9 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from course_kit.pictures.planner import png
-from course_kit.pictures.tile_walk import record_walk, rows_that_rose, standard_numbers, walk_state
-from course_kit.pictures.tiles import (
+from course_kit.figures.planner import png
+from course_kit.figures.tile_walk import record_walk, rows_that_rose, standard_numbers, walk_state
+from course_kit.figures.tiles import (
     THIS_TILE,
     draw_online_row,
     draw_tiles,

@@ -1,4 +1,4 @@
-"""course_kit.pictures.tile_walk: each step is exact for the keys so far, and counts what it holds and moves. CPU."""
+"""course_kit.figures.tile_walk: each step is exact for the keys so far, and counts what it holds and moves. CPU."""
 
 import math
 from typing import NamedTuple
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from course_kit.gpu.operation_bytes import BytesMoved
-from course_kit.pictures.tile_walk import (
+from course_kit.figures.tile_walk import (
     WalkShape,
     exact_head,
     record_walk,

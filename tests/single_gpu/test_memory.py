@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from course_kit.pictures.memory import GPUS_GIB, _calculator_controls, memory_calculator, memory_figure
+from course_kit.figures.memory import GPUS_GIB, _calculator_controls, memory_calculator, memory_figure
 from course_lib.single_gpu.devices import read_table
 from course_lib.single_gpu.memory import (
     POLICIES,

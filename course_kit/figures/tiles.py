@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from matplotlib.artist import Artist
 
-from course_kit.pictures.planner import png
-from course_kit.pictures.tile_walk import WalkStep, rows_that_rose, skipped_tiles, standard_numbers, walk_state
+from course_kit.figures.planner import png
+from course_kit.figures.tile_walk import WalkStep, rows_that_rose, skipped_tiles, standard_numbers, walk_state
 from course_lib.flash_attention.reference import online_step
 from course_lib.flash_attention.tiles import Tile, tiles
 

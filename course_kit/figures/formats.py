@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from course_kit.pictures.planner import png
+from course_kit.figures.planner import png
 from course_lib.mixed_precision.formats import E2M1, FORMATS, FloatFormat, decode, encode, round_to
 
 SIGN_COLOR, EXPONENT_COLOR, MANTISSA_COLOR = "#C44E52", "#DD8452", "#4C72B0"

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from matplotlib.figure import Figure
 
-from course_kit.pictures.style import LIMIT, MEMORY
+from course_kit.figures.style import LIMIT, MEMORY
 from course_lib.single_gpu import memory
 from course_lib.single_gpu.memory import POLICIES, param_count
 from course_lib.single_gpu.model import PRESETS, ModelConfig

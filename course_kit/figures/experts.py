@@ -6,7 +6,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 
-from course_kit.pictures.style import BLUE, GREEN, ORANGE, PURPLE
+from course_kit.figures.style import BLUE, GREEN, ORANGE, PURPLE
 
 EXPERTS = [BLUE, ORANGE, GREEN, PURPLE]  # a color for each of four experts
 

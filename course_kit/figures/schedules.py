@@ -8,7 +8,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from course_kit.pictures.style import LIGHT, PHASES
+from course_kit.figures.style import LIGHT, PHASES
 from course_lib.pipeline import simulation
 from course_lib.pipeline.actions import Overlapped
 from course_lib.pipeline.schedules import schedule_by_name
@@ -18,7 +18,7 @@ COLORS = {
     "F": PHASES["forward"],
     "B": PHASES["backward"],
     "I": PHASES["backward"],
-    "W": PHASES["weights' backward"],
+    "W": PHASES["weight gradient"],
 }
 INK = {"W": "black"}  # of the numbers; else white
 Bar = tuple[str, bool, str, float, float]  # kind of the action, hatched or not, label, start, end

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from course_kit.pictures.heatmaps import cell_text, heatmap
-from course_kit.pictures.style import MEMORY
+from course_kit.figures.heatmaps import cell_text, heatmap
+from course_kit.figures.style import MEMORY
 from course_lib.best_config.clusters import Cluster
 from course_lib.best_config.planner import Ranking, search
 from course_lib.five_d.layouts import Layout

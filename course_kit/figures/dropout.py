@@ -9,7 +9,7 @@ import torch
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
-from course_kit.pictures.style import RANKS
+from course_kit.figures.style import RANKS
 
 
 def draw_masks(of_ranks: Sequence[tuple[torch.Tensor, torch.Tensor]], title: str) -> Figure:

@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 
-from course_kit.pictures.style import RANK_INK, RANKS
+from course_kit.figures.style import RANK_INK, RANKS
 from course_lib.context_parallel import blocks
 from course_lib.sequence_parallel.shards import chunks_of
 

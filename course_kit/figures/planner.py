@@ -13,7 +13,7 @@ import html
 import io
 import re
 
-from course_kit.pictures.ranking import mfu_heatmap, ranking_figure
+from course_kit.figures.ranking import mfu_heatmap, ranking_figure
 from course_lib.best_config.answer import answer
 from course_lib.best_config.answer_text import as_text
 from course_lib.best_config.clusters import CLUSTERS

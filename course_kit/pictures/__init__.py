@@ -1,1 +1,0 @@
-"""Figures and widgets of the notebooks, drawn with matplotlib and ipywidgets."""

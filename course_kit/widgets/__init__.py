@@ -1,0 +1,1 @@
+"""Controls that redraw a figure, and the progress bars of slow cells."""

@@ -1,0 +1,78 @@
+"""What a reader could not read in a figure."""
+
+import itertools
+
+import numpy as np
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+
+from course_kit.figures.style import contrast
+
+SMALLEST_PT, WIDEST_IN, LEAST_CONTRAST = 8, 8.6, 4.5
+
+
+def visible_texts(figure: Figure) -> list[Text]:
+    """The texts that are drawn."""
+    hidden = {id(child) for axes in figure.axes if not axes.axison for child in (axes.xaxis, axes.yaxis)}
+    found = []
+
+    def visit(artist) -> None:
+        if not artist.get_visible() or id(artist) in hidden:
+            return
+        if isinstance(artist, Text) and artist.get_text().strip():
+            found.append(artist)
+        for child in artist.get_children():
+            visit(child)
+
+    visit(figure)
+    return found
+
+
+def pixels(figure: Figure) -> np.ndarray:
+    """[height, width, 3], row 0 at the bottom."""
+    figure.canvas.draw()
+    return np.asarray(figure.canvas.buffer_rgba())[::-1, :, :3] / 255
+
+
+def faults(figure: Figure) -> list[str]:
+    """Text that is too small, overlaps other text, or has too little contrast; and a figure wider than a column."""
+    figure.canvas.draw()
+    found = []
+    size = figure.get_tightbbox()
+    if size.width > WIDEST_IN:
+        found.append(f"{size.width:.1f} inches wide")
+    texts = visible_texts(figure)
+    canvas = figure.bbox
+    boxes = []
+    for text in texts:
+        box = text.get_window_extent()
+        if not canvas.overlaps(box) or text.get_clip_on() and not text.axes.bbox.overlaps(box):
+            continue
+        boxes.append((text, box))
+        if text.get_fontsize() < SMALLEST_PT:
+            found.append(f"{text.get_text()!r}: {text.get_fontsize():.1f} points")
+    straight = [(text, box) for text, box in boxes if text.get_rotation() % 90 == 0]
+    for (one, box), (other, under) in itertools.combinations(straight, 2):
+        width = min(box.x1, under.x1) - max(box.x0, under.x0)
+        height = min(box.y1, under.y1) - max(box.y0, under.y0)
+        if width > 1.5 and height > 2.5:  # boxes have room for letters that go below the line
+            found.append(f"{one.get_text()!r} overlaps {other.get_text()!r}")
+    for text, _ in boxes:
+        text.set_visible(False)
+    empty = pixels(figure)
+    for text, _ in boxes:
+        text.set_visible(True)
+    for text, box in boxes:
+        patch = text.get_bbox_patch()
+        if patch is not None and patch.get_facecolor()[3] > 0.5:
+            under = np.array([patch.get_facecolor()[:3]])
+        else:
+            x0, x1, y0, y1 = (max(0, round(edge)) for edge in (box.x0, box.x1, box.y0, box.y1))
+            under = empty[y0:y1, x0:x1].reshape(-1, 3)
+        if len(under) == 0:
+            continue
+        ground = np.median(under, axis=0)
+        if (ratio := contrast(to_hex(text.get_color()), to_hex(ground))) < LEAST_CONTRAST:
+            found.append(f"{text.get_text()!r}: contrast {ratio:.1f}")
+    return found
