@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import ParamSpec
 
 import matplotlib.pyplot as plt
+from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
@@ -53,7 +54,7 @@ STYLE = {
     "legend.frameon": False,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.prop_cycle": plt.cycler(color=KINDS),
+    "axes.prop_cycle": cycler(color=KINDS),
     "hatch.linewidth": 0.6,
 }
 Arguments = ParamSpec("Arguments")
@@ -92,10 +93,10 @@ def ink_on(color: str) -> str:
 
 def readable(color: str) -> str:
     """Return this color, darkened until text in it can be read on white."""
-    rgb = to_rgb(color)
-    while contrast(to_hex(rgb), "white") < 4.5:
-        rgb = tuple(0.95 * part for part in rgb)
-    return to_hex(rgb)
+    while contrast(color, "white") < 4.5:
+        red, green, blue = to_rgb(color)
+        color = to_hex((0.95 * red, 0.95 * green, 0.95 * blue))
+    return color
 
 
 def use_style() -> None:  # until the last notebook draws by functions

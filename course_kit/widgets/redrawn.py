@@ -24,8 +24,8 @@ def png(figure: Figure) -> bytes:
 def redrawn(draw: Callable[..., Figure], per_row: int = 3, **controls: ipywidgets.Widget) -> ipywidgets.VBox:
     """Return controls above the figure that `draw(**values)` returns for their values.
 
-    `draw` must keep its axes fixed, so that what changes is seen to change. While it works, a line says so; if it raises
-    ValueError, the line gives the reason and the figure stays.
+    `draw` must keep its axes fixed, so that what changes is seen to change. While it works, a line says so; if it
+    raises ValueError, the line gives the reason and the figure stays.
     """
     image, line = ipywidgets.Image(format="png"), ipywidgets.HTML()
 
