@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import ParamSpec
+from typing import Any, ParamSpec
 
 import matplotlib.pyplot as plt
 from cycler import cycler
@@ -42,7 +42,7 @@ RANKS = ["#0F8A99", "#F2C230", "#A8306B", "#8FB04A", "#2F4E94", "#BA746A", "#273
 KINDS = ["#0F8A99", "#F2C230", "#A8306B", "#2F4E94", "#333333"]  # of other bars and lines
 LIMIT = "#C00000"  # what may not be exceeded, and its text
 WIDTH = 8.2  # inches: the width of a column
-STYLE = {
+STYLE: dict[Any, Any] = {
     "figure.dpi": 100,
     "figure.constrained_layout.use": True,
     "font.size": 9,
