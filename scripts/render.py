@@ -21,6 +21,7 @@ from nbclient.exceptions import CellControlSignal, DeadKernelError
 from PIL import Image
 
 from clean import clean
+from course_kit.local_kernel import LocalKernelManager
 from edit import collapse_figures
 from export import ROOT, ExportError, read_notebook, write_atomically
 
@@ -53,6 +54,7 @@ def render(path: Path) -> None:
         notebook,
         timeout=CELL_TIMEOUT_S,
         kernel_name="python3",
+        kernel_manager_class=LocalKernelManager,
         resources={"metadata": {"path": str(path.parent)}},
         record_timing=False,
         store_widget_state=False,

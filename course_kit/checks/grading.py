@@ -12,7 +12,9 @@ from nbformat.v4 import new_output
 from nbgrader.converters import Autograde
 from nbgrader.preprocessors import Execute
 from nbgrader.utils import is_grade
-from traitlets import List
+from traitlets import List, default
+
+from course_kit.local_kernel import LocalKernelManager
 
 PROJECT = Path(__file__).resolve().parents[2]
 BESIDE = "data", "benchmarks"  # a notebook reads ../data and ../benchmarks
@@ -24,6 +26,10 @@ class RunEveryCell(Execute):
 
     # These two end a kernel a moment later, in the middle of another cell.
     extra_arguments = List(["--IPKernelApp.exec_lines=del exit, quit"]).tag(config=True)
+
+    @default("kernel_manager_class")
+    def local_kernel(self) -> type:
+        return LocalKernelManager
 
     def preprocess(self, nb, resources):
         self.fatal, self.kernels = set(), 1

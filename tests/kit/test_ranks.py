@@ -825,10 +825,16 @@ class Notebook:
     """A Jupyter kernel, and its folder for temporary files."""
 
     def __init__(self, folder: Path):
-        from jupyter_client.manager import start_new_kernel
+        from jupyter_client import KernelManager
 
-        self.folder = folder
-        self.manager, self.client = start_new_kernel(env=os.environ | {"TMPDIR": str(folder)})
+        from course_kit.local_kernel import use_own_sockets
+
+        self.folder, self.manager = folder, KernelManager()
+        use_own_sockets(self.manager)
+        self.manager.start_kernel(env=os.environ | {"TMPDIR": str(folder)})
+        self.client = self.manager.client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=PATIENCE_S)
         self.pid = self.manager.provisioner.process.pid
         self.run("import time, torch, torch.distributed as dist; from course_kit.ranks import Ranks")
 

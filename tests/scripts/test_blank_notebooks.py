@@ -10,6 +10,7 @@ import pytest
 from nbclient import NotebookClient
 
 from course_kit.exercises.cells import BLANK
+from course_kit.local_kernel import LocalKernelManager
 from exercises import exercise_name
 from make_workbook import GOES_ON, blank_notebook
 from tiny_course import ROOT
@@ -41,7 +42,8 @@ def test_a_blank_notebook_runs_to_its_end(path, tmp_path, monkeypatch):
         (tmp_path / name).symlink_to(ROOT / name)
     notebook = nbformat.from_dict(blank_notebook(path))
     resources = {"metadata": {"path": str(tmp_path / "workbook")}}
-    NotebookClient(notebook, timeout=CELL_LIMIT_S, kernel_name="python3", resources=resources).execute()
+    how = {"kernel_manager_class": LocalKernelManager, "kernel_name": "python3", "timeout": CELL_LIMIT_S}
+    NotebookClient(notebook, resources=resources, **how).execute()
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert any(BLANK.search(cell.source) for cell in cells)
     for cell in cells:
