@@ -17,7 +17,17 @@ from typing import Any
 from course_kit.exercises.install import installed
 from course_kit.ranks import worker
 from course_kit.ranks.processes import Processes
-from course_kit.ranks.report import BadCall, Interrupted, RankError, RanksHung, failed, location_of, pickled_call, where
+from course_kit.ranks.report import (
+    BadCall,
+    Interrupted,
+    RankError,
+    RanksHung,
+    describe_line,
+    failed,
+    location_of,
+    pickled_call,
+    where,
+)
 
 GRACE_S = 0.5  # for the other ranks after the first error: they may be about to end or to fail as well
 CUT_S = 0.4  # for ranks that wait for others, after their connections are cut
@@ -35,6 +45,7 @@ class Call:
         self.pending: dict[int, Any] = {}  # ipyparallel's AsyncResult, by rank
         self.outcomes: dict[int, dict] = {}  # the results of `worker.run`, of the ranks that have ended
         self.stopped_at: dict[int, list] = {}  # the stacks of the ranks that did not end by themselves
+        self.unfinished: dict[int, list] = {}  # the transfers that these ranks had not waited for
         self.died = False
         self.next_look_alive = 0.0
 
@@ -110,7 +121,8 @@ class Call:
 
     def break_off(self) -> None:
         """Ask the running ranks for their stacks, then stop them. Results that arrive after that are dropped."""
-        self.stopped_at = self.processes.where(self.number, list(self.pending))
+        for rank, (stack, unfinished) in self.processes.where(self.number, list(self.pending)).items():
+            self.stopped_at[rank], self.unfinished[rank] = stack, unfinished
         for what, patience_s in (("cut", CUT_S), ("interrupt", STOP_S)):
             self.processes.ask(f"{what}-{self.number}")
             deadline = time.monotonic() + patience_s
@@ -131,21 +143,35 @@ class Call:
             else:
                 text = "ended"
             ranks_at.setdefault(text, []).append(str(rank))
-        names = {text: f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}" for text, ranks in ranks_at.items()}
-        return "\n".join(f"  {name}: {text}" for text, name in names.items())
+        return "\n".join(f"  {named(ranks)}: {text}" for text, ranks in ranks_at.items())
+
+    def never_waited_for(self) -> str:
+        """Return the transfers that ranks have started and not waited for, one line per transfer, or ""."""
+        ended = {rank: report.get("unfinished", []) for rank, report in self.outcomes.items()}
+        ranks_of: dict[str, list[str]] = {}
+        for rank, places in sorted((ended | self.unfinished).items()):
+            for function, file, line, count in places:
+                text = f"{count} x {function}" if count > 1 else function
+                text += f", started in {describe_line(file, line)}" if file else ""
+                ranks_of.setdefault(text, []).append(str(rank))
+        lines = [f"\n  {named(ranks)}: {text}" for text, ranks in ranks_of.items()]
+        return "\nStarted, and not waited for until then:" + "".join(lines) if lines else ""
 
     def error(self, timeout_s: float) -> RankError:
         """Return the error to raise."""
         if not self.failures:
-            return RanksHung(
-                f"not all ranks had ended after {timeout_s:g} s (timeout_s). They were at\n{self.locations()}"
-            )
+            message = f"not all ranks had ended after {timeout_s:g} s (timeout_s). They were at\n{self.locations()}"
+            return RanksHung(message + self.never_waited_for())
         rank, report = next(iter(self.failures.items()))
         self.outcomes.pop(rank)
         at = location_of(report, "\n  ")
         others = f"\nThe other ranks:\n{self.locations()}" if self.outcomes or self.stopped_at else ""
         kind = pickle.loads(report["kind"]) if "kind" in report else RuntimeError
         return failed(kind, f"rank {rank}: {report['error']}{at}{others}")
+
+
+def named(ranks: list[str]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
 
 
 class Ranks:

@@ -140,14 +140,15 @@ class Processes:
         (self.folder / what).touch()
 
     def where(self, call: int, ranks: list[int]) -> dict[int, list]:
-        """Return the stack of each of `ranks`, by rank."""
+        """Return the stack of each of `ranks`, and the transfers that it has not waited for, by rank."""
         self.ask(f"where-{call}")
         answers = {rank: self.folder / f"where-{call}-rank-{rank}" for rank in ranks}
         deadline = time.monotonic() + ANSWER_S
         while time.monotonic() < deadline and not all(answer.exists() for answer in answers.values()):
             time.sleep(0.02)
         return {
-            rank: json.loads(answer.read_text()) if answer.exists() else NO_ANSWER for rank, answer in answers.items()
+            rank: json.loads(answer.read_text()) if answer.exists() else [NO_ANSWER, []]
+            for rank, answer in answers.items()
         }
 
     def show_output(self, rest: bool = False) -> None:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import course_lib
 from course_kit.exercises.install import sync
+from course_kit.ranks import transfers
 from course_kit.ranks.connections import cut_connections, prepare_backend, sockets
 from course_kit.ranks.outcome import describe, frames_of, pickled_result, stack
 
@@ -148,8 +149,8 @@ class Worker:
         """Call the pickled function; the library runs these answers to exercises. Return {"result": the pickled result}
         or the report of an error.
 
-        Both contain "sequence", how often this rank has used the default group (None if the group has changed), and
-        "groups", the number of groups that the rank is in.
+        Both contain "sequence", how often this rank has used the default group (None if the group has changed),
+        "groups", the number of groups that the rank is in, and "unfinished", the transfers that it has not waited for.
         """
         import torch.distributed as dist
 
@@ -170,6 +171,7 @@ class Worker:
         return outcome | {
             "sequence": group._get_sequence_number_for_group() if same_group else None,
             "groups": len(dist.distributed_c10d._world.pg_map),
+            "unfinished": transfers.unfinished(),
         }
 
     def attempt(self, call: int, payload: bytes, seed: int, answers: list) -> dict:
@@ -184,6 +186,7 @@ class Worker:
             if self.backend != "gloo":
                 torch.accelerator.set_device_index(self.rank)
             sync(answers)
+            transfers.forget()
             set_seeds(seed)
             function, args, kwargs = cloudpickle.loads(payload)
             return {"result": pickled_result(function(*args, **kwargs))}
@@ -213,7 +216,7 @@ class Worker:
             time.sleep(POLL_S)
             with self.lock:  # the call cannot end, and the next one cannot begin, during this
                 if asked("where"):
-                    self.answer(f"where-{self.call}", stack(frames_of(self.main_thread)))
+                    self.answer(f"where-{self.call}", [stack(frames_of(self.main_thread)), transfers.unfinished()])
                 if asked("cut"):
                     self.cut()
                 if asked("interrupt"):
@@ -265,6 +268,7 @@ _worker: list[Worker] = []  # the worker of this process; ipyparallel's calls co
 def start(*args) -> int:
     """Make the worker of this process. Returns the process id."""
     _worker[:] = [Worker(*args)]
+    transfers.watch()
     gc.freeze()  # a collection then traverses objects of calls, not PyTorch's million objects
     return os.getpid()
 
