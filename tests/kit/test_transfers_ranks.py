@@ -57,8 +57,9 @@ def test_a_transfer_that_nobody_waits_for_is_listed_once_per_line(ranks):
 def forgets_one() -> None:
     x = torch.zeros(4)
     if dist.get_rank() == 0:
-        dist.isend(x, 1)  # never waited for
+        work = dist.isend(x, 1)  # never waited for
         dist.barrier()
+        del work
     elif dist.get_rank() == 1:
         dist.irecv(x, 0).wait()
         dist.recv(x, 0)
@@ -70,4 +71,4 @@ def test_a_hang_report_names_them_with_their_lines():
     report, heading = str(caught.value), "Started, and not waited for until then:\n"
     assert "rank 1: in recv, " in report and heading in report
     (line,) = report.partition(heading)[2].splitlines()
-    assert line.startswith("  rank 0: isend, started in ") and line.endswith("dist.isend(x, 1)  # never waited for")
+    assert line.startswith("  rank 0: isend, started in ") and line.endswith("work = dist.isend(x, 1)  # never waited for")
