@@ -1,12 +1,13 @@
 """Transform a notebook's cells for the site when Sphinx reads them. The notebook files do not change.
 
-Solutions and the code of figures are collapsed, each behind a labeled bar.
+Each solution is collapsed behind a bar. A figure's text for screen readers is the first comment of its cell.
 """
 
 import json
 import re
 
-TAG = "hide-input"  # of a cell that is collapsed
+TAG = "hide-input"  # of a collapsed part
+FIGURE = re.compile(r"# (?:Figure|Measured|Widget): (.+)")
 SOLUTION = re.compile(r"^[ ]*### BEGIN SOLUTION\n(.*?\n?)[ ]*### END SOLUTION\n?", re.DOTALL | re.MULTILINE)
 
 
@@ -29,8 +30,10 @@ def shown(cell: dict) -> list[dict]:
         parts = [part for part in parts if part["source"]]
         parts[:-1] = [part | {"outputs": []} for part in parts[:-1]]
         return parts
-    first = source.lstrip().split("\n")[0].removeprefix("# ")
-    return [folded(cell, first)] if TAG in cell["metadata"].get("tags", []) else [cell]
+    if found := FIGURE.match(source.lstrip()):
+        described = {"mystnb": {"image": {"alt": found[1]}}}
+        return [cell | {"metadata": cell["metadata"] | described}]
+    return [cell]
 
 
 def show_notebook(app, docname: str, content: list[str]) -> None:

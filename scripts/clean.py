@@ -1,8 +1,8 @@
 """Clean notebooks, so that a diff shows only what was changed: python scripts/clean.py [NOTEBOOK ...]
 
 Without a name, all of notebooks/. Keeps `course` and the kernel's name, as JupyterLab writes it, of a notebook's
-metadata, and the keys in KEPT of a cell's. Removes execution counts, the outputs' metadata and the addresses in
-printed objects.
+metadata, and the keys in PRESERVED of a cell's. Removes execution counts, the outputs' metadata except for the width of
+pictures, and the addresses in printed objects.
 """
 
 import re
@@ -13,7 +13,7 @@ import nbformat
 
 from export import NOTEBOOKS, ExportError, read_notebook, write_atomically
 
-PRESERVED = "jupyter", "nbgrader", "tags"
+PRESERVED = "nbgrader", "tags"
 KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
 # The kernel's language metadata, without the version of the Python that happens to run it.
 LANGUAGE = {
@@ -53,7 +53,9 @@ def clean(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
             if "execution_count" in output:
                 output["execution_count"] = None
             if "metadata" in output:
-                output["metadata"] = nbformat.from_dict({})
+                pictures = {kind: of for kind, of in output["metadata"].items() if kind.startswith("image/")}
+                widths = {kind: {"width": of["width"]} for kind, of in pictures.items() if "width" in of}
+                output["metadata"] = nbformat.from_dict(widths)
             if "text" in output:
                 output["text"] = without_address(output["text"])
             for kind, data in output.get("data", {}).items():

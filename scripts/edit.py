@@ -9,8 +9,8 @@ The text is jupytext's percent format. A cell's header holds its id, tags and nb
     # %% [markdown] id="title"
 
 An id `ex-01-2` makes a code cell an exercise and `check-01-2` its check: their nbgrader metadata follows from the id
-and is in the text only if it differs. A cell without an id is given one. A figure's code of more than six lines is
-collapsed; the text does not show that either. A cell, by its id, keeps its outputs as long as its source is the same.
+and is in the text only if it differs. A cell without an id is given one. A cell, by its id, keeps its outputs as long
+as its source is the same.
 The notebook's metadata (its kernel) is kept; only `course` is in the text, as a header, and can be changed there. A
 line of a cell that looks like a header is escaped with a backslash: `# \%%`.
 """
@@ -28,8 +28,6 @@ from export import ExportError, read_notebook, write_atomically
 
 FORMAT = {"extension": ".py", "format_name": "percent", "comment_magics": False}
 HEADER = r"%%|<codecell>|In\[[0-9 ]*\]"  # where a line of a comment begins so, jupytext begins a cell
-COLLAPSED, OPEN = "hide-input", "show-input"  # tags: of a collapsed cell, for the site; of code that is to be read
-LONG = 6  # lines of a figure that stay open
 FILTERS = {"cell_metadata_filter": "all", "notebook_metadata_filter": "course,-all"}
 
 
@@ -51,31 +49,6 @@ def nbgrader_metadata(cell: dict) -> dict | None:
         "solution": exercise,
         "task": False,
     }
-
-
-def collapse_figures(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
-    """Collapse the long cells that draw a figure or show a widget, and open all others, in place."""
-    for cell in notebook.cells:
-        mark(cell, cell.cell_type == "code" and draws(cell) and len(cell.source.splitlines()) > LONG)
-    return notebook
-
-
-def draws(cell: nbformat.NotebookNode) -> bool:
-    """Return whether a code cell's first line marks it as a figure or it has a picture; widget views are not saved."""
-    if OPEN in cell.metadata.get("tags", []):
-        return False
-    pictures = any("image/png" in output.get("data", {}) for output in cell.get("outputs", []))
-    return cell.source.startswith(("# Figure", "# Widget")) or pictures and not cell.source.startswith("#|")
-
-
-def mark(cell: nbformat.NotebookNode, collapsed: bool) -> None:
-    """Collapse the cell, or open it, in place: for JupyterLab and for the site. All its other metadata stays."""
-    tags = [tag for tag in cell.metadata.get("tags", []) if tag != COLLAPSED] + [COLLAPSED] * collapsed
-    view = {key: value for key, value in cell.metadata.get("jupyter", {}).items() if key != "source_hidden"}
-    for key, value in (("tags", tags), ("jupyter", view | ({"source_hidden": True} if collapsed else {}))):
-        cell.metadata.pop(key, None)
-        if value:
-            cell.metadata[key] = nbformat.from_dict(value)
 
 
 def escaped(cell: dict, back: bool = False) -> str:
@@ -104,7 +77,6 @@ def to_text(notebook: nbformat.NotebookNode) -> str:
         copy = nbformat.from_dict({**cell, "metadata": {"id": cell["id"], **cell.metadata}})
         if copy.metadata.get("nbgrader") == nbgrader_metadata(cell):
             copy.metadata.pop("nbgrader", None)
-        mark(copy, False)
         copy.source = escaped(cell)
         draft.cells.append(copy)
     text = jupytext.writes(draft, fmt=FORMAT)
@@ -141,7 +113,7 @@ def to_notebook(text: str, old: nbformat.NotebookNode | None = None) -> nbformat
             cell.update({key: value for key, value in was.items() if key != "metadata"})
         elif was and "attachments" in was:
             cell["attachments"] = was["attachments"]
-    nbformat.validate(collapse_figures(notebook))
+    nbformat.validate(notebook)
     return notebook
 
 

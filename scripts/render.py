@@ -3,9 +3,10 @@
     python scripts/render.py notebooks/01_single_gpu.ipynb ...
 
 A notebook is replaced atomically after its last cell has run; if it fails, it does not change. It is cleaned
-(clean.py), and the code of figures is collapsed (edit.py). Not saved: widget views, which are error messages without a
-kernel (so each widget has a static figure next to it), warnings that name files of this machine, and the remains of a
-long cell's progress bar. Pictures are compressed losslessly.
+(clean.py). Not saved: widget views, which are error messages without a kernel (so each widget has a static figure next
+to it), warnings that name files of this machine, and the remains of a long cell's progress bar. Pictures have twice the
+screen's pixels, and 64 colors to make up for it. Text cells below an output that has changed are listed: somebody has
+to read them again.
 """
 
 import base64
@@ -18,25 +19,43 @@ from pathlib import Path
 import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellControlSignal, DeadKernelError
-from PIL import Image
+from PIL import Image, ImageChops, ImageStat
 
 from clean import clean
 from course_kit.local_kernel import LocalKernelManager
-from edit import collapse_figures
 from export import ROOT, ExportError, read_notebook, write_atomically
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 CELL_TIMEOUT_S = 600
+MOST_ERROR = 4  # of 255, root mean square per channel
 
 
 def shrunk(png: str) -> str:
-    """Compress a picture losslessly, without an alpha channel if nothing is transparent. Base64 in and out."""
+    """Compress a picture: few colors, and no alpha channel if nothing is transparent. Base64 in and out.
+
+    A picture with smooth transitions, which 64 colors would turn into bands, keeps 256.
+    """
     picture = Image.open(io.BytesIO(base64.b64decode(png)))
     if picture.mode == "RGBA" and picture.getextrema()[3] == (255, 255):
         picture = picture.convert("RGB")
+    if picture.mode == "RGB":
+        few = picture.quantize(64, dither=Image.Dither.NONE)
+        error = ImageStat.Stat(ImageChops.difference(picture, few.convert("RGB"))).rms
+        picture = few if max(error) < MOST_ERROR else picture.quantize(256, dither=Image.Dither.NONE)
     smaller = io.BytesIO()
     picture.save(smaller, "PNG", optimize=True)
     return min(base64.b64encode(smaller.getvalue()).decode(), "".join(png.split()), key=len)
+
+
+def texts_to_read(before: nbformat.NotebookNode, after: nbformat.NotebookNode) -> list[str]:
+    """Return the ids of the text cells that stand directly below a cell whose outputs have changed."""
+    outputs = {cell.id: cell.outputs for cell in before.cells if cell.cell_type == "code"}
+    pairs = zip(after.cells, after.cells[1:], strict=False)
+    return [
+        below.id
+        for cell, below in pairs
+        if cell.cell_type == "code" and below.cell_type == "markdown" and cell.outputs != outputs.get(cell.id, [])
+    ]
 
 
 def is_stored(output: dict) -> bool:
@@ -45,10 +64,13 @@ def is_stored(output: dict) -> bool:
     return WIDGET not in output.get("data", {}) and output.get("data") != {} and not complains
 
 
-def render(path: Path) -> None:
-    """Run the notebook at `path` and replace it by the result. Raises ExportError, naming the cell, if one fails."""
+def render(path: Path) -> list[str]:
+    """Run the notebook at `path`, replace it by the result, and return the ids of text cells below changed outputs.
+
+    Raises ExportError, naming the cell, if one fails.
+    """
     read_notebook(path)
-    notebook = nbformat.read(path, as_version=4)
+    notebook, before = (nbformat.read(path, as_version=4) for _ in range(2))
     running = [0]
     client = NotebookClient(
         notebook,
@@ -72,7 +94,8 @@ def render(path: Path) -> None:
             cell.outputs = [output for output in cell.outputs if is_stored(output)]
             for data in (output.data for output in cell.outputs if "image/png" in output.get("data", {})):
                 data["image/png"] = shrunk(data["image/png"])
-    write_atomically(path, nbformat.writes(collapse_figures(clean(notebook))) + "\n")
+    write_atomically(path, nbformat.writes(clean(notebook)) + "\n")
+    return texts_to_read(before, notebook)
 
 
 def main(paths: list[str]) -> int:
@@ -81,8 +104,10 @@ def main(paths: list[str]) -> int:
     for path in map(Path, paths):
         start_s = time.perf_counter()
         try:
-            render(path)
+            texts = render(path)
             print(f"{path}: {time.perf_counter() - start_s:.0f} s", flush=True)
+            if texts:
+                print(f"  read again, below outputs that have changed: {', '.join(texts)}", flush=True)
         except ExportError as error:
             print(f"render: {error}", file=sys.stderr, flush=True)
             status = 1

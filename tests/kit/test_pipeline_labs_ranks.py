@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from course_kit.checks.pipeline import check_09_09, lists
+from course_kit.figures import schedules as pictures
 from course_kit.labs import pipeline as labs
 from course_kit.labs.pipeline import faults, halves, training
-from course_kit.figures import schedules as pictures
 from course_lib.pipeline import simulate, validate
 from course_lib.pipeline.actions import Action
 from course_lib.pipeline.schedules import SCHEDULES, afab, interleaved, num_stages, one_f_one_b, schedule_by_name

@@ -4,11 +4,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from course_kit.figures.ring import mask_colors
 from course_kit.labs import context_parallel as cp_labs
 from course_kit.labs.sequence_parallel import drift, memory
 from course_kit.labs.sequence_parallel.models import batch_of, process_trial
 from course_kit.labs.tensor_parallel.models import TINY, in_groups, on_first, relative_error
-from course_kit.figures.ring import mask_colors
 from course_lib.context_parallel.blocks import FUSED_BLOCK
 from course_lib.sequence_parallel.shards import ORDERS, chunks_of, shard_sequence
 

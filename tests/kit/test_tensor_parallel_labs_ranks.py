@@ -9,9 +9,9 @@ import matplotlib.pyplot as plt
 import pytest
 import torch
 
+from course_kit.figures.dropout import draw_masks
 from course_kit.labs.tensor_parallel import dropout, faults, rivals, step, timeline
 from course_kit.labs.tensor_parallel.models import MHA, TINY, in_groups, on_first, process_trial, relative_error
-from course_kit.figures.dropout import draw_masks
 from course_lib.recompute.profiling import Span
 
 SMALL = {"batch": 2, "seq": 16, "config": TINY}

@@ -6,7 +6,6 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from course_kit.gpu.operation_bytes import BytesMoved
 from course_kit.figures.tile_walk import (
     WalkShape,
     exact_head,
@@ -16,6 +15,7 @@ from course_kit.figures.tile_walk import (
     standard_numbers,
     walk_state,
 )
+from course_kit.gpu.operation_bytes import BytesMoved
 from course_lib.flash_attention.tiles import tiles
 
 

@@ -71,4 +71,6 @@ def test_a_hang_report_names_them_with_their_lines():
     report, heading = str(caught.value), "Started, and not waited for until then:\n"
     assert "rank 1: in recv, " in report and heading in report
     (line,) = report.partition(heading)[2].splitlines()
-    assert line.startswith("  rank 0: isend, started in ") and line.endswith("work = dist.isend(x, 1)  # never waited for")
+    assert line.startswith("  rank 0: isend, started in ") and line.endswith(
+        "work = dist.isend(x, 1)  # never waited for"
+    )

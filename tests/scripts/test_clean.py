@@ -17,11 +17,12 @@ NOTEBOOKS = sorted((Path(__file__).resolve().parents[2] / "notebooks").glob("*.i
 def an_unclean_notebook() -> nbformat.NotebookNode:
     outputs = [
         new_output("execute_result", {"text/plain": "<a.B at 0x7f00aa>", "image/png": "iVBOR\n"}, execution_count=7),
+        new_output("display_data", {"image/png": "iVBOR"}, metadata={"image/png": {"width": 820, "height": 300}}),
         new_output("stream", text="one <f at 0x1> two <g at 0x22>\n"),
         new_output("display_data", {"image/svg+xml": "<svg/>\n"}, metadata={"needs_background": "light"}),
     ]
-    kept = {"tags": ["measurement"], "nbgrader": {"grade": False}, "jupyter": {"source_hidden": True}}
-    more = {"scrolled": True, "trusted": True}
+    kept = {"tags": ["measurement"], "nbgrader": {"grade": False}}
+    more = {"scrolled": True, "trusted": True, "jupyter": {"source_hidden": True}}
     cells = [
         new_code_cell("x", id="x", execution_count=7, outputs=outputs, metadata=kept | more),
         new_markdown_cell("y", id="y", metadata={"tags": ["cheatsheet"], "collapsed": True}),
@@ -34,12 +35,13 @@ def an_unclean_notebook() -> nbformat.NotebookNode:
 def test_of_a_cell_stays_what_it_says_and_what_it_is():
     """Not how often it was run, where objects lay in memory, or what an editor notes of its view."""
     code, words = clean.clean(an_unclean_notebook()).cells
-    assert code.metadata == {"tags": ["measurement"], "nbgrader": {"grade": False}, "jupyter": {"source_hidden": True}}
+    assert code.metadata == {"tags": ["measurement"], "nbgrader": {"grade": False}}
     assert words.metadata == {"tags": ["cheatsheet"]} and code.execution_count is None
-    assert [each.get("execution_count") for each in code.outputs] == [None, None, None]
+    assert [each.get("execution_count") for each in code.outputs] == [None] * 4
     assert code.outputs[0].data == {"text/plain": "<a.B>", "image/png": "iVBOR"}
-    assert code.outputs[1].text == "one <f> two <g>\n"
-    assert code.outputs[2].data == {"image/svg+xml": "<svg/>\n"} and code.outputs[2].metadata == {}
+    assert code.outputs[2].text == "one <f> two <g>\n"
+    assert code.outputs[1].metadata == {"image/png": {"width": 820}}  # half its pixels
+    assert code.outputs[3].data == {"image/svg+xml": "<svg/>\n"} and code.outputs[3].metadata == {}
     ours = clean.clean(an_unclean_notebook())
     assert clean.clean(copy.deepcopy(ours)) == ours
     nbformat.validate(ours)

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 import clean
-from render import shrunk
+from render import shrunk, texts_to_read
 
 ROOT = Path(__file__).resolve().parents[2]
 CELLS = {
@@ -55,20 +55,45 @@ def test_no_notebook_names_a_file_of_the_machine_it_ran_on(path):
     assert not re.search(r"site-packages/|/(home/\w+|root)/", path.read_text(encoding="utf-8"))
 
 
-def test_a_picture_gets_smaller_and_stays_the_same():
+def encoded(picture: Image.Image) -> str:
+    stored = io.BytesIO()
+    picture.save(stored, "PNG", compress_level=1)
+    return base64.b64encode(stored.getvalue()).decode()
+
+
+def decoded(png: str) -> Image.Image:
+    return Image.open(io.BytesIO(base64.b64decode(png)))
+
+
+@pytest.mark.parametrize("alpha, mode", [(255, "P"), (0, "RGBA")])
+def test_a_drawing_gets_smaller_and_stays_the_same(alpha, mode):
     """Where something is transparent it stays so; what can't get smaller is left alone."""
-    for alpha, mode in ((255, "RGB"), (0, "RGBA")):
-        picture = Image.new("RGBA", (90, 60), (255, 255, 255, 255))
-        for x in range(90):
-            picture.putpixel((x, x * 7 % 60), (x, 3 * x % 256, 200, alpha))
-        stored = io.BytesIO()
-        picture.save(stored, "PNG", compress_level=1)
-        before = base64.b64encode(stored.getvalue()).decode()
-        after = shrunk(before)
-        found = Image.open(io.BytesIO(base64.b64decode(after)))
-        assert len(after) < len(before) and found.mode == mode
-        assert found.convert("RGBA").tobytes() == picture.tobytes()
-        assert shrunk(after + "\n") == after
+    picture = Image.new("RGBA", (90, 60), (255, 255, 255, 255))
+    for x in range(90):
+        picture.putpixel((x, x * 7 % 60), (x // 3, 3 * (x // 3), 200, alpha))
+    after = shrunk(before := encoded(picture))
+    assert len(after) < len(before) and decoded(after).mode == mode
+    assert decoded(after).convert("RGBA").tobytes() == picture.tobytes()
+    assert shrunk(after + "\n") == after
+
+
+def test_smooth_transitions_get_no_bands():
+    picture = Image.new("RGB", (256, 256))
+    picture.putdata([(x, y, 128) for y in range(256) for x in range(256)])
+    assert len(decoded(shrunk(encoded(picture))).convert("RGB").getcolors()) > 200
+
+
+def test_texts_below_outputs_that_have_changed_are_listed():
+    def notebook(*outputs: str) -> nbformat.NotebookNode:
+        cells = []
+        for number, output in enumerate(outputs):
+            printed = [nbformat.v4.new_output("stream", text=output)]
+            cells.append(nbformat.v4.new_code_cell("x", id=f"cell-{number}", outputs=printed))
+            cells.append(nbformat.v4.new_markdown_cell("y", id=f"text-{number}"))
+        return nbformat.v4.new_notebook(cells=cells)
+
+    assert texts_to_read(notebook("a", "b", "c"), notebook("a", "B", "c")) == ["text-1"]
+    assert texts_to_read(notebook("a"), notebook("a", "b")) == ["text-1"]
 
 
 def test_a_notebook_that_fails_stays_as_it_was(tmp_path):

@@ -1,6 +1,5 @@
 """How the site shows the cells of a notebook: what its bars say, and where a solution stands."""
 
-import edit
 from shown_cells import TAG, shown
 
 
@@ -37,10 +36,13 @@ def test_an_exercise_shows_its_directive_and_hides_its_solution():
     parts = shown(code(source))
     assert [part["source"] for part in parts] == [first, "    a = 1"]
     assert [bar(part) for part in parts] == [None, "Solution"]
-    assert bar(shown(code("# Figure: two lanes\nx = 1", TAG))[0]) == "Figure: two lanes"
 
 
-def test_a_bar_says_what_the_first_line_of_a_figure_says():
-    assert edit.COLLAPSED == TAG
-    (cell,) = shown(code("# Figure: <b> & its bytes\nx = 1", TAG))
-    assert bar(cell) == "Figure: <b> & its bytes"
+def test_a_figure_has_its_first_comment_for_screen_readers():
+    for kind in ("Figure", "Measured", "Widget"):
+        (cell,) = shown(code(f"# {kind}: <b> & its bytes, about 12 s\nx = 1", "measurement"))
+        assert cell["metadata"] == {
+            "tags": ["measurement"],
+            "mystnb": {"image": {"alt": "<b> & its bytes, about 12 s"}},
+        }
+    assert shown(code("# Figures lie\nx = 1"))[0]["metadata"] == {"tags": []}
