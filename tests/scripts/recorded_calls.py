@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 NOT_PARAMETERS = {"self", "cls", "ctx"}
 ENOUGH = 3  # values that are kept of each parameter
@@ -76,6 +77,15 @@ def record(folder: str, function: str, parameters: list[str], values: dict) -> N
     """Note the values of a call's parameters, those that this process has not noted before."""
     if torch.compiler.is_compiling():
         return
+    with _disable_current_modes():  # a check may count operators
+        new = new_values(folder, function, parameters, values)
+    if new:
+        with open(f"{folder}/{os.getpid()}.calls", "a", encoding="utf-8") as file:
+            file.writelines(json.dumps(each) + "\n" for each in new)
+
+
+def new_values(folder: str, function: str, parameters: list[str], values: dict) -> list[list[str]]:
+    """[function, parameter, digest, text] of each value that this process has not noted before."""
     new = []
     for name in parameters:
         kept = _kept.setdefault((folder, function, name), set())
@@ -84,24 +94,23 @@ def record(folder: str, function: str, parameters: list[str], values: dict) -> N
         seen = hashlib.sha1(seen_as(values.get(name)).encode()).hexdigest()
         if seen not in kept:
             kept.add(seen)
-            new.append([function, name, seen, seen_as(values.get(name))[:80]])
-    if new:
-        with open(f"{folder}/{os.getpid()}.calls", "a", encoding="utf-8") as file:
-            file.writelines(json.dumps(each) + "\n" for each in new)
+            new.append([function, name, seen, " ".join(seen_as(values.get(name)).split())[:80]])
+    return new
 
 
 def seen_as(value, depth: int = DEPTH) -> str:
     """A value as text: the same text means that the check would not notice one in place of the other."""
     if isinstance(value, torch.Tensor):
         content = ""
-        if type(value) in (torch.Tensor, nn.Parameter) and value.device.type == "cpu" and value.numel() < LARGE:
+        if type(value) in (torch.Tensor, nn.Parameter) and value.is_contiguous() and value.numel() < LARGE:
             with contextlib.suppress(Exception), torch.no_grad():
-                content = hashlib.sha1(value.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
-        return f"{value.dtype} {tuple(value.shape)} {value.requires_grad} {content}"
+                content = hashlib.sha1(value.detach().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+        return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.requires_grad} {content}"
     if isinstance(value, (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)):
         return repr(value)
     if isinstance(value, nn.Module):
-        return f"{value!r} {value.training}"
+        shapes = [f"{parameter.dtype} {tuple(parameter.shape)}" for parameter in value.parameters()]
+        return f"{value!r} {value.training} {shapes}"
     if isinstance(value, dist.ProcessGroup):
         return str(dist.get_process_group_ranks(value))
     if isinstance(value, types.FunctionType):
