@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import course_lib
-from course_kit.checks.advice import CheckFailed, advice
+from course_kit.checks.advice import CheckFailed, advice, shorten_kernel_errors
 from course_kit.exercises.cells import (
     LOOKS_LIKE_EXPORT,
     CellError,
@@ -70,6 +70,7 @@ def setup(chapter: str) -> None:
     The notebook is the one in this folder whose name begins so, as it was saved. An answer that has changed since it
     passed, and one that no longer fits the library, is left out; the reference runs in its place.
     """
+    shorten_kernel_errors()
     folder = Path.cwd()
     if folder == PROJECT / "notebooks":
         return  # it holds the reference alone
