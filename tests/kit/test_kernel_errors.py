@@ -43,5 +43,5 @@ def test_a_cell_shows_the_same_without_a_stack():
     except Exception as error:
         (shown,) = error._render_traceback_()
     first, *places = shown.splitlines()
-    assert first.startswith("TypeError: ") and first.endswith("'otter'") and len(places) == 3
+    assert first.startswith("TypeError: ") and first.endswith("'otter'") and len(places) == 4
     assert "return tl.load(pointer, otter=0.0)" in places[0]
