@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 NOT_PARAMETERS = {"self", "cls", "ctx"}
 ENOUGH = 3  # values that are kept of each parameter
-DEPTH = 3  # how far into a value its attributes and items are looked at
+DEPTH = 6  # how far into a value its attributes and items are looked at
 LARGE = 100_000  # elements: of larger tensors the shape counts
 _kept: dict[tuple, set[str]] = {}  # of this process: what it has written, by (folder, function, parameter)
 
@@ -126,7 +127,7 @@ def seen_as(value, depth: int = DEPTH) -> str:
         return f"{value.dtype} {getattr(value.handle, 'data', '')}"
     if hasattr(value, "__dict__"):
         return f"{type(value).__qualname__} {seen_as(vars(value), depth - 1)}"
-    return type(value).__qualname__
+    return re.sub(r" at 0x\w+", "", f"{type(value).__qualname__} {value!r}")
 
 
 def recorded(folder: Path) -> dict[tuple[str, str], set[str]]:

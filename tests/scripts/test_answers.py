@@ -13,6 +13,7 @@ import inspect
 import io
 import json
 import linecache
+import re
 import signal
 import sys
 import time
@@ -32,6 +33,8 @@ from exercises import exercise_name
 from export import chapter, read_notebook
 from make_workbook import blank_notebook
 from needed_cells import needed_cells
+from one_value import ONE_VALUE
+from recorded_calls import kernels_record, recording, with_one_value
 from tiny_course import ROOT, code
 from verdicts import Failure, answer_faults, blank_faults, failure_of
 from written_answers import AnswerError, expanded, read_answers, solution
@@ -117,6 +120,7 @@ class Trials:
     def __init__(self, cells: list[dict], folder: Path):
         self.cells = [cell for cell in cells if cell["cell_type"] == "code"]
         self.folder, self.seconds, self.remarks = folder, {}, ""
+        self.calls: dict[str, Path] = {}  # by exercise: where its functions have noted what they are called with
         self.setup = {"__name__": "__main__"}
         for cell in self.cells:
             if cell["id"] == "setup" and (failure := execute(cell["source"], "setup", self.setup)):
@@ -160,6 +164,13 @@ class Trials:
             for each, seconds in patience.items():
                 each.timeout_s = seconds
 
+    def recorded(self, exercise: str, what: str, cells: list[str], space: dict) -> Failure | None:
+        """The same, with notes of what the exercise's functions are called with."""
+        folder = self.calls.setdefault(exercise, self.folder.parent / f"calls-{exercise}")
+        folder.mkdir(exist_ok=True)
+        with kernels_record(set(re.findall(r"\bdef (\w+)", "\n".join(cells))), folder):
+            return self.check(exercise, what, [recording(source, folder) for source in cells], space)
+
     def faults(self, exercise: str, kind: str, what: str, cells: list[str], space: dict) -> list[str]:
         """What is wrong with a check, tried on one answer; kind: blank, wrong or right."""
         space, before = dict(space), library_of(exercise)
@@ -168,7 +179,10 @@ class Trials:
             failure = execute(source, f"{exercise} {what}, cell {number}", space)
             if failure and (kind != "blank" or failure.kind != "NotImplementedError"):
                 return [f"the cell of {shown} fails by itself: {failure}"]
-        failure = self.check(exercise, what, cells, space)
+        if kind == "right" and exercise in frame.targets_by_exercise():
+            failure = self.recorded(exercise, what, cells, space)
+        else:
+            failure = self.check(exercise, what, cells, space)
         found = []
         if kind == "right":
             found += [f"{shown} fails: {failure}"] if failure else self.pass_faults(exercise, shown, before)
@@ -194,11 +208,25 @@ class Trials:
         return found
 
 
+def one_value_faults(calls: dict[str, Path], reasons: dict[str, str]) -> list[str]:
+    """The parameters that have had one value, without a reason, and reasons that are not needed any more."""
+    found = {
+        f"{exercise} {f} {name}": value for exercise in calls for f, name, value in with_one_value(calls[exercise])
+    }
+    faults = [f"{name} has one value in its check, {value}: it could be ignored" for name, value in found.items()]
+    needless = [name for name in reasons if name.split()[0] in calls and name not in found]
+    return [fault for fault, name in zip(faults, found, strict=True) if name not in reasons] + [
+        f"{name} has two values by now: take it off the list" for name in needless
+    ]
+
+
 @kernels_warnings()
 def exercise_faults(
-    path: Path, wrong: Path, right: Path, folder: Path, note_seconds=lambda what, seconds: None
+    path: Path, wrong: Path, right: Path, folder: Path, note_seconds=lambda what, seconds: None, reasons=None
 ) -> list[str]:
-    """Try the checks of the notebook at `path`, in a folder; one line for each thing wrong with its exercises."""
+    """Try the checks of the notebook at `path`, in a folder; one line for each thing wrong with its exercises. reasons:
+    of parameters that have one value; None: any may.
+    """
     notebook, handed_out = read_notebook(path), exercise_cells(blank_notebook(path))
     solved = exercise_cells(notebook)
     checks = [exercise_name(cell, "check") for cell in notebook["cells"]]
@@ -228,6 +256,7 @@ def exercise_faults(
             continue
         for answer in answers:
             faults += [f"{exercise}: {fault}" for fault in trials.faults(exercise, *answer, space)]
+    faults += [] if reasons is None else one_value_faults(trials.calls, reasons)
     for what, seconds in trials.seconds.items():
         note_seconds(what, seconds)
     return faults
@@ -249,7 +278,7 @@ def workbook(tmp_path, monkeypatch) -> Iterator[Path]:
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_every_check_fails_on_the_blank_catches_wrong_answers_and_passes_right_ones(path, workbook, record_property):
     wrong, right = (kind / f"{chapter(path)}.py" for kind in (WRONG, RIGHT))
-    faults = exercise_faults(path, wrong, right, workbook, note_seconds=record_property)
+    faults = exercise_faults(path, wrong, right, workbook, note_seconds=record_property, reasons=ONE_VALUE)
     assert not faults, "\n".join(["", *faults])
 
 
@@ -323,6 +352,20 @@ def tiny_faults(tmp_path, workbook, monkeypatch):
 def without_marks(source: str) -> str:
     """The whole text of a solution, as an answer has it."""
     return solution(source).removeprefix(source.split("\n")[0] + "\n" if source.startswith("#| export") else "")
+
+
+def test_a_parameter_with_one_value_in_its_check_is_told(tmp_path):
+    """Of functions and methods; a call with another value is enough, as is a reason."""
+    source = "#| export a.b\nclass Sums:\n    def add(self, one, other=2, *more):\n        return one + other"
+    space: dict = {}
+    exec(recording(source, tmp_path), space)
+    for one in (1, 5):
+        space["Sums"]().add(one)
+    told = one_value_faults({"01.1": tmp_path}, {"01.1 Sums.add more": "is empty", "01.1 Sums.add one": "is 1"})
+    assert told == [
+        "01.1 Sums.add other has one value in its check, 2: it could be ignored",
+        "01.1 Sums.add one has two values by now: take it off the list",
+    ]
 
 
 def sums() -> types.ModuleType:

@@ -33,6 +33,11 @@ def check() -> None:
     for spec, (wanted, why) in cases.items():
         got = float(step_memory.kept_elements(config, h100, Layout.parse(spec)))
         assert abs(got / wanted - 1) < 1e-9, f"{spec}: {wanted:,.0f} elements per token, yours {got:,.0f}: {why}"
+    lean = h100.with_software(kept_hidden=8.0, kept_outside_tp=2.0, kept_ffn=4.0)
+    got, wanted = float(step_memory.kept_elements(config, lean, Layout(tp=4))), 2 * h + (4 * h + 2 * kv + 4 * f) / 4
+    assert abs(got / wanted - 1) < 1e-9, (
+        f"tp4, software that keeps 8 h, 2 of them outside, and 4 f: {wanted:,.0f} elements, yours {got:,.0f}"
+    )
     counts = step_memory.kept_elements(config, h100, LayoutTable.of(map(Layout.parse, cases)))
     assert np.shape(counts) == (len(cases),) and np.allclose(counts, [wanted for wanted, _ in cases.values()]), (
         "arrays of layouts give other results than one at a time"

@@ -58,6 +58,9 @@ def check() -> None:
             f"{spec}, slot {slot} s, others 0.5 s: {wanted:.4f} s exposed, yours {got:.4f}: add `others`, with one "
             "replica too, before you subtract what is hidden"
         )
+    got = float(step_time.gradient_time(h100, Layout.parse("dp16,tp8,sp,zero2"), 2, 1e9, 0.1))
+    wanted = 15 / 16 * (2 * 4 + 2) / 25 + 2 * 15e-3 - 0.5 * 2 * 0.1 * 2 / 3
+    assert abs(got - wanted) < 1e-6, f"dp16,tp8,sp,zero2, m = 2: {wanted:.4f} s, yours {got:.4f}: a sync in each of m"
     pipelines_outside = h100.with_software(order=("pp", "dp", "cp", "tp"))
     got = float(step_time.gradient_time(pipelines_outside, Layout.parse("dp4,pp4,tp2,sp"), 4, 1e9, 0.0))
     wanted = 3 / 4 * 8 / 225 + 3e-4

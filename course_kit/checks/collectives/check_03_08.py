@@ -16,6 +16,10 @@ def relative_error(sizes: list[int], seconds: list[float], alpha: float, beta: f
 def check() -> None:
     """Assert alpha and beta without noise, alpha with noise, and that no neighbor has a smaller sum of squares."""
     noise = np.random.default_rng(0)
+    few = bandwidth.fit_alpha_beta([1000, 9000], [0.003, 0.011])
+    assert abs(few[0] - 2e-3) < 1e-6 and abs(few[1] / 1e6 - 1) < 1e-3, (
+        f"1,000 bytes in 3 ms, 9,000 in 11 ms: 2 ms and 1 MB/s, not {few[0]:.3g} s and {few[1]:.3g} B/s: fit `sizes`"
+    )
     for alpha, beta in ((10e-6, 50e9), (4e-3, 8e8), (1e-3, 400e9)):
         clean = [alpha + size / beta for size in SIZES]
         result = bandwidth.fit_alpha_beta(SIZES, clean)

@@ -26,4 +26,6 @@ def check() -> None:
     assert abs(fp32 / bf16 - 2) < 1e-9, "4 bytes per gradient take twice as long as 2"
     assert abs(bf16 / 0.4699 - 1) < 0.01, f"in BF16 it is 0.470, not {bf16:.3f}: two bytes by default"
     assert ratio_of(8192, 8, 450e9, 989.5e12) == bf16 / 2, "twice the tokens halve it"
+    slow = ratio_of(4096, 8, 450e9, 312e12)
+    assert abs(slow / bf16 * 989.5 / 312 - 1) < 1e-9, f"a GPU of 312 TFLOP/s computes for longer: not {slow:.3f}"
     assert ratio_of(4096, 1, 450e9, 989.5e12) == 0, "one GPU sends nothing"

@@ -15,7 +15,11 @@ from course_lib.expert_parallel import mixture
 from course_lib.expert_parallel.mixture import MoE
 from course_lib.single_gpu.model import ModelConfig, Transformer, init_parameter
 
-OPTIONS: tuple[dict, ...] = ({}, {"ffn_hidden": 12, "shared": 2}, {"score": "sigmoid", "scale": 2.5})
+OPTIONS: tuple[tuple[int, dict], ...] = (  # top_k, and the others
+    (2, {}),
+    (2, {"ffn_hidden": 12, "shared": 2}),
+    (3, {"score": "sigmoid", "scale": 2.5}),
+)
 
 
 def from_parts(layer: MoE, x: torch.Tensor) -> torch.Tensor:
@@ -28,8 +32,8 @@ def from_parts(layer: MoE, x: torch.Tensor) -> torch.Tensor:
 def check() -> None:
     """Judge run_local_experts and apply_moe."""
     x = torch.randn(2, 5, TINY.hidden, generator=torch.Generator().manual_seed(6))
-    for options in OPTIONS:
-        judge_model(options, x)
+    for top_k, options in OPTIONS:
+        judge_model(top_k, options, x[: top_k - 1])
     seeded_model = mixture.apply_moe(Transformer(TINY).bfloat16(), 8, 2, seed=3)
     seeded = cast(mixture.MoE, transformer_blocks(seeded_model)[1].mlp).experts.up_proj.weight
     expected = torch.empty_like(seeded)
@@ -44,9 +48,10 @@ def check() -> None:
     )
 
 
-def judge_model(options: dict, x: torch.Tensor) -> None:
-    """Judge a model of 8 experts per layer, two per token."""
-    model, what = mixture.apply_moe(Transformer(TINY), 8, 2, **options).eval(), options or "no options"
+def judge_model(top_k: int, options: dict, x: torch.Tensor) -> None:
+    """Judge a model of 8 experts per layer, `top_k` per token."""
+    model = mixture.apply_moe(Transformer(TINY), 8, top_k, **options).eval()
+    what = f"top_k {top_k}, {options or 'no options'}"
     for number, block in enumerate(model.blocks):
         layer = block.mlp
         assert isinstance(layer, MoE), f"block {number} still has its dense MLP"
@@ -58,7 +63,7 @@ def judge_model(options: dict, x: torch.Tensor) -> None:
             layer.experts.down_proj.weight.mul_(10)
             got, expected = layer(x), from_parts(layer, x)
         assert relative_error(got, expected) < 1e-5, f"{what}, block {number}: not the sum of gates times experts"
-    width = options.get("ffn_hidden", 40) * (2 + options.get("shared", 0))
+    width = options.get("ffn_hidden", 40) * (top_k + options.get("shared", 0))
     active = cast(ModelConfig, model.active_config).ffn_hidden
     assert active == width, f"{what}: a token passes through a width of {width}, not {active}"
 

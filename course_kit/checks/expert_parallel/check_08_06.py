@@ -8,7 +8,7 @@ from course_kit.labs.expert_parallel.models import TINY
 from course_kit.typed import transformer_blocks
 from course_lib.expert_parallel import mixture
 from course_lib.expert_parallel.mixture import MoE
-from course_lib.single_gpu.model import Transformer
+from course_lib.single_gpu.model import ModelConfig, Transformer
 
 
 def numbers(module: torch.nn.Module) -> int:
@@ -16,20 +16,23 @@ def numbers(module: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def total_of(experts: int, top_k: int, options: dict) -> int:
-    """Return the parameters of TINY with mixtures in place of its MLPs."""
+def total_of(config: ModelConfig, experts: int, top_k: int, options: dict) -> int:
+    """Return the parameters of a model with mixtures in place of its MLPs."""
     with torch.device("meta"):
-        model, layer = Transformer(TINY), MoE(TINY, experts, top_k, **options)
-    return numbers(model) + TINY.layers * (numbers(layer) - numbers(transformer_blocks(model)[0].mlp))
+        model, layer = Transformer(config), MoE(config, experts, top_k, **options)
+    return numbers(model) + config.layers * (numbers(layer) - numbers(transformer_blocks(model)[0].mlp))
 
 
 def check() -> None:
     """Judge mixture_params."""
-    for experts, top_k, options in ((8, 2, {}), (6, 1, {"ffn_hidden": 10, "shared": 2})):
-        total = total_of(experts, top_k, options)
-        idle = (experts - top_k) * TINY.layers * 3 * TINY.hidden * options.get("ffn_hidden", TINY.ffn_hidden)
-        result = mixture.mixture_params(TINY, experts, top_k, **options)
-        assert result == (total, total - idle), f"{experts} experts, {options}: {result}, not {(total, total - idle)}"
+    odd = ModelConfig(3, 40, 5, 1, 56, 131)  # its head is not its embedding
+    for config, experts, top_k, options in ((TINY, 8, 2, {}), (odd, 6, 1, {"ffn_hidden": 10, "shared": 2})):
+        total = total_of(config, experts, top_k, options)
+        idle = (experts - top_k) * config.layers * 3 * config.hidden * options.get("ffn_hidden", config.ffn_hidden)
+        result = mixture.mixture_params(config, experts, top_k, **options)
+        assert result == (total, total - idle), (
+            f"{config}, {experts} experts, {options}: {result}, not {(total, total - idle)}"
+        )
     plain = mixture.mixture_params(TINY, 8, 2)
     dense_one = mixture.mixture_params(TINY, 8, 2, dense_layers=1)
     assert dense_one[0] == plain[0] - 8 * 48 - 7 * 3 * 48 * 40, "dense_layers: no router, one MLP"

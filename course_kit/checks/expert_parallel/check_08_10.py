@@ -64,11 +64,11 @@ def check() -> None:
 
 def judge_alone() -> None:
     """Judge both without a group: shapes, reads on the host, and that a bias makes no gates."""
-    alone = apply_moe(Transformer(TINY), 4, 2)
-    assert router.take_counts(alone).shape == (2, 4), "without a group and without counts: zeros [R, E]"
+    alone = apply_moe(Transformer(TINY), 5, 2)
+    assert router.take_counts(alone).shape == (2, 5), "without a group and without counts: zeros [R, E]"
     with Work() as work:
         router.update_bias(alone, router.take_counts(alone), 0.1)
     assert not work.read, f"{work.read[0]} makes the host wait for the device"
-    routers_of(alone)[0].bias.copy_(torch.tensor([9.0, 9.0, 0.0, 0.0]))
+    routers_of(alone)[0].bias.copy_(torch.tensor([9.0, 9.0, 0.0, 0.0, 0.0]))
     gates = routers_of(alone)[0].eval()(torch.randn(3, TINY.hidden))
     assert (gates[:, :2] > 0).all() and torch.allclose(gates.sum(-1), torch.ones(3)), "a bias ranks, it makes no gates"

@@ -19,6 +19,12 @@ def check() -> None:
         "what is kept has a gradient, what is dropped has none"
     )
     assert torch.equal(router.within_capacity(gates, 4), gates), "4 slots are enough for all"
+    gates = torch.tensor([[[0.2, 0.8], [0.0, 1.0], [0.7, 0.3]]], dtype=torch.bfloat16)
+    saved = router.within_capacity(gates, 1)
+    wanted = torch.tensor([[[0.2, 0.8], [0.0, 0.0], [0.0, 0.0]]], dtype=torch.bfloat16)
+    assert saved.dtype == torch.bfloat16 and torch.equal(saved, wanted), (
+        f"1 slot, [1, 3, 2] in BF16, gates:\n{saved}\nnot, in BF16,\n{wanted}"
+    )
     with Work() as work:
         router.within_capacity(gates, 2)
     assert not work.read, f"{work.read[0]} makes the host wait for the device"

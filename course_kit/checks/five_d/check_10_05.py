@@ -6,11 +6,12 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from course_kit.labs.five_d.models import MOE, SHALLOW
+from course_kit.labs.five_d.models import MOE, SHALLOW, TINY
 from course_kit.ranks import shared
 from course_kit.typed import transformer_blocks
 from course_lib.five_d import meshes, model
 from course_lib.five_d.layouts import Layout
+from course_lib.single_gpu.model import ModelConfig, Transformer
 from course_lib.single_gpu.placement import placement_of
 
 
@@ -24,11 +25,12 @@ class RankResult(NamedTuple):
     called: list[str]  # what `extra` was called on
 
 
-def split_trial(text: str, moe: dict | None) -> RankResult:
+def split_trial(text: str, moe: dict | None, config: ModelConfig, transforms: int) -> RankResult:
     """On a rank: build a split model and report on it."""
     layout, called = Layout.parse(text), []
     mesh = meshes.build_mesh(layout)
-    split = model.split_model(SHALLOW, layout, mesh, [lambda each: called.append(type(each).__name__)], moe)
+    extra = [lambda each: called.append(type(each).__name__)] * transforms
+    split = model.split_model(config, layout, mesh, extra, moe)
     block, weights = transformer_blocks(split)[1], {}
     for name, weight in split.named_parameters():
         group = placement_of(weight).reduce_group
@@ -39,10 +41,10 @@ def split_trial(text: str, moe: dict | None) -> RankResult:
     return RankResult(weights, on_meta, core, len(split._forward_pre_hooks), called)
 
 
-def report_of(text: str, moe: dict | None) -> RankResult:
+def report_of(text: str, moe: dict | None, config: ModelConfig = SHALLOW, transforms: int = 1) -> RankResult:
     """Return the report of rank 0 of eight."""
     with shared(8).within(40):
-        return shared(8)(split_trial, text, moe)[0]
+        return shared(8)(split_trial, text, moe, config, transforms)[0]
 
 
 def check() -> None:
@@ -72,5 +74,7 @@ def check() -> None:
         f"attention's core is {result.core}: context parallelism should have replaced it"
     )
     assert result.hooks >= 1, "a model with a part of the sequence needs positions: its transforms set a hook"
-    result = report_of("dp8", None)
+    result = report_of("dp8", None, TINY, transforms=2)
+    assert result.called == ["Transformer"] * 2, "two extra transforms: each of them is called on the model"
+    assert len(result.weights) == len(list(Transformer(TINY).parameters())), "the model has the layers of `config`"
     assert result.core == "causal_attention" and result.hooks == 0, "dp alone changes nothing in the model"

@@ -33,6 +33,8 @@ class Narrow(NamedTuple):
     dtypes: set[torch.dtype]  # of gradients' sums, and of what the optimizer updates
     optimizer: tuple[str, float]  # its class and lr
     decays: tuple[float, ...]  # weight_decay of the parameter groups, the largest first
+    transformed: int  # calls of an extra transform
+    follows_seed: bool  # another seed makes other weights
 
 
 class RankResult(NamedTuple):
@@ -56,7 +58,11 @@ def narrowed(layout: Layout, mesh: Mesh, config: ModelConfig, moe: dict | None) 
         "lr": 0.25,
         "weight_decay": 0.5,
     }
-    parallel = model.parallelize(config, layout, mesh, moe=moe, **settings)
+    called: list = []
+    plain = model.parallelize(config, layout, mesh, moe=moe, seed=5, **settings)
+    parallel = model.parallelize(config, layout, mesh, [called.append], moe=moe, **settings)
+    pairs = zip(plain.stages.parameters(), parallel.stages.parameters(), strict=True)
+    follows_seed = any(not torch.equal(one, other) for one, other in pairs)
     if layout.zero_stage == 3:
         parts = [part for unit in getattr(parallel.sharding, "units", ()) for part in unit.flat_params]
         used, summed = {part.buffer.values.dtype for part in parts}, {part.reduce_dtype for part in parts}
@@ -66,7 +72,8 @@ def narrowed(layout: Layout, mesh: Mesh, config: ModelConfig, moe: dict | None) 
     inner = getattr(parallel.optimizer, "optimizer", parallel.optimizer)
     updated = {weight.dtype for group in inner.param_groups for weight in group["params"]}
     decays = sorted({group["weight_decay"] for group in inner.param_groups}, reverse=True)
-    return Narrow(used, summed | updated, (type(inner).__name__, inner.param_groups[0]["lr"]), tuple(decays))
+    made = type(inner).__name__, inner.param_groups[0]["lr"]
+    return Narrow(used, summed | updated, made, tuple(decays), len(called), follows_seed)
 
 
 def parallelize_trial(text: str, moe: dict | None, config: ModelConfig, steps: int) -> RankResult:
@@ -109,7 +116,9 @@ def check() -> None:
                 f"{at}: dp 2 x the two stages that have the embedding add up its gradient, not {report.summed} ranks"
             )
             assert zero not in (1, 2) or report.stage == zero, f"{at}: gradients are sharded as in stage {report.stage}"
-            used, dtypes, (name, lr), decays = report.narrow
+            used, dtypes, (name, lr), decays, transformed, follows_seed = report.narrow
+            assert transformed == 1, f"{at}: an extra transform is called {transformed} times, not once on its stage"
+            assert follows_seed, f"{at}: seed = 5 gives the weights of seed 0"
             assert (name, lr, decays[0]) == ("SGD", 0.25, 0.5), (
                 f"{at}: for optimizer_cls=torch.optim.SGD, lr=0.25, weight_decay=0.5 it makes {name}, with lr "
                 f"{lr} and weight_decay {decays[0]}: are optimizer_cls and **settings passed on?"

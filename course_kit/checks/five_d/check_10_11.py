@@ -20,6 +20,8 @@ def check_rates() -> None:
     assert all(a >= b for a, b in itertools.pairwise(rates[9:])), "after the peak it should only fall"
     first = plan.learning_rate(1, 2.0, 0, 5)
     assert 1.7 < first <= 2.0, f"without warm-up it begins near the peak, which is 2 here, and not at {first}"
+    low = plan.learning_rate(100, 1.0, 10, 100, least=0.25)
+    assert abs(low - 0.25) < 1e-9, f"least = 0.25: the last step should have a quarter of the peak, and has {low}"
     assert abs(plan.learning_rate(7, 1.0, 0, 5) - 0.1) < 1e-9, "beyond the last step it stays at the least"
 
 

@@ -39,5 +39,10 @@ def check() -> None:
     assert len(flight_records.find_desync(GROUPS, sized)) == 1, "the same collective with other sizes is a mismatch"
     message = flight_records.find_desync(GROUPS, fine | {0: flights(7, 8, 9), 1: flights(8, 9)})
     assert message == [], f"rank 1 has lost its number 7, not missed it: {message}"
+    pair = {rank: flights(*numbers, group="7") for rank, numbers in ((5, (1, 2)), (9, (1,)))}
+    message = flight_records.find_desync({"7": [5, 9]}, pair)
+    assert len(message) == 1 and "[5, 9]" in message[0] and "not there: [9]" in message[0], (
+        f"group [5, 9], number 2: [9] is not there: {message}"
+    )
     uneven = fine | {0: flights(1, name="all_to_all"), 1: flights(1, name="all_to_all", sizes=((5,),))}
     assert flight_records.find_desync(GROUPS, uneven) == [], "an all-to-all may have other sizes on each rank"

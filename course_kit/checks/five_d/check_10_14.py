@@ -26,5 +26,9 @@ def check() -> None:
         assert abs(result[rank] - seconds) < 1e-9, (
             f"rank {rank} made others wait {seconds} s, and straggler_delay says {result[rank]}"
         )
+    late = flight_records.straggler_delay(
+        {"4": [5, 7, 9]}, {5: [at(1, 0, "4")], 7: [at(1, 0, "4")], 9: [at(1, 70, "4")]}
+    )
+    assert set(late) == {5, 7, 9} and abs(late[9] - 0.07) < 1e-9, f"group [5, 7, 9]: rank 9 is 70 ms late: {late}"
     waits = flight_records.straggler_delay(GROUPS, {0: [at(7, 0)], 1: [at(7, 50)], 2: [], 3: [at(7, 10)]})
     assert set(waits.values()) == {0.0}, "a collective that rank 2 has not reached yet does not count"

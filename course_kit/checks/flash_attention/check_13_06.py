@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from course_kit.checks.flash_attention.costs import assert_compiles, assert_counts, count_operations
+from course_kit.checks.flash_attention.costs import assert_compiles, assert_counts, count_operations, in_blocks
 from course_kit.checks.flash_attention.far_rows import assert_far_rows
 from course_kit.checks.kernels import run_guarded
 from course_kit.gpu.launches import record_launches
@@ -48,6 +48,10 @@ def check() -> None:
         blocks = forward.FORWARD_CONFIGURATIONS[0].kwargs
         counts["create_select"] -= heads * triton.cdiv(s_q, blocks["BLOCK_Q"])  # the kernel's own, one in each program
         assert_counts(counts, case, 2, heads, s_q, s_k, blocks, causal, dtype)
+    with in_blocks(forward.flash_forward_kernel, BLOCK_Q=32, BLOCK_K=16):
+        q = torch.randn(1, 50, 1, 16)
+        out, _ = run_guarded(forward.flash_forward_kernel, run_forward, q, q, q, None, 50, True, 0.4)
+        assert_close(out, exact_attention(q, q, q, True, 0.4)[0], "tiles of 32 queries and 16 keys: out")
     check_large_scores()
     check_packed()
     assert_far_rows(("k", "v"), find_far)

@@ -8,7 +8,7 @@ import torch
 import triton
 
 from course_kit.checks.flash_attention.backward_cases import CASES, backward_inputs, lse_and_delta
-from course_kit.checks.flash_attention.costs import assert_compiles, assert_counts, count_operations
+from course_kit.checks.flash_attention.costs import assert_compiles, assert_counts, count_operations, in_blocks
 from course_kit.checks.flash_attention.far_rows import assert_far_rows
 from course_kit.checks.kernels import run_guarded
 from course_kit.gpu.launches import record_launches
@@ -48,6 +48,12 @@ def check() -> None:
         assert_close(result, wanted, f"{case}: gradient of q", 8, asked)
         blocks = backward.QUERY_CONFIGURATIONS[0].kwargs
         assert_counts(counts, case, 3, heads, s_q, s_k, blocks, causal, dtype)
+    given = backward_inputs(50, 50, 1, 1, 16, torch.float32, True, 0.4)
+    with in_blocks(kernel, BLOCK_Q=32, BLOCK_K=16):
+        result = run_guarded(kernel, run_query_gradients, *given, True, 0.4)
+    gradient, q, k, v, _, _ = given
+    wanted = exact_gradients(gradient, q, k, v, True, 0.4)[0]
+    assert_close(result, wanted, "tiles of 32 queries and 16 keys: gradient of q", 8)
     x = torch.full((1, 33, 1, 16), 3.5)  # scores of -196
     lse, delta = torch.full((1, 1, 33), math.log(33) - 196), torch.ones(1, 1, 33)
     result = run_guarded(kernel, run_query_gradients, x, x, -x, x, lse, delta, False, 1.0)

@@ -6,7 +6,7 @@ import torch
 import triton
 
 from course_kit.checks.flash_attention.backward_cases import CASES, backward_inputs, lse_and_delta
-from course_kit.checks.flash_attention.costs import assert_compiles, assert_counts, count_operations
+from course_kit.checks.flash_attention.costs import assert_compiles, assert_counts, count_operations, in_blocks
 from course_kit.checks.flash_attention.far_rows import assert_far_rows
 from course_kit.checks.kernels import run_guarded
 from course_kit.gpu.launches import record_launches
@@ -49,5 +49,11 @@ def check() -> None:
             assert_close(mine, exact, f"{case}: gradient of {name}", 8, hints[name])
         blocks = backward.KEY_CONFIGURATIONS[0].kwargs
         assert_counts(counts, case, 4, heads, s_q, s_k, blocks, causal, dtype)
+    given = backward_inputs(50, 50, 1, 1, 16, torch.float32, True, 0.4)
+    with in_blocks(kernel, BLOCK_Q=16, BLOCK_K=32):
+        result = run_guarded(kernel, run_key_gradients, *given, True, 0.4)
+    gradient, q, k, v, _, _ = given
+    for name, mine, exact in zip("kv", result, exact_gradients(gradient, q, k, v, True, 0.4)[1:], strict=True):
+        assert_close(mine, exact, f"tiles of 16 queries and 32 keys: gradient of {name}", 8)
     assert_far_rows(("q",), find_far)
     assert_compiles(launches)  # of the last case, in bfloat16

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import torch
@@ -64,3 +65,10 @@ def assert_compiles(launches: list[Launch]) -> Compiled:
         return compile_launches(launches[-1:])[0]
     except ValueError as error:
         raise AssertionError(f"the interpreter runs it, but for a GPU it {error}") from None
+
+
+@contextlib.contextmanager
+def in_blocks(kernel: Any, **blocks: int) -> Iterator[None]:
+    """Launch an autotuned kernel with these blocks inside, instead of those of its first configuration."""
+    with mock.patch.object(kernel, "configs", [triton.Config(blocks)]):
+        yield

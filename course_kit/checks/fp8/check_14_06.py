@@ -18,7 +18,12 @@ from course_lib.fp8.quantization import SQUARE, TILE, Quantized, quantize
 from course_lib.fp8.scaled_matmul import emulated_matmul
 from course_lib.mixed_precision.block_formats import relative_error
 
-CASES = ((70, 40, 300, SQUARE), (64, 130, 128, TILE), (5, 7, 515, SQUARE))  # m, n, k, the blocks of b
+CASES = (  # m, n, k, the blocks of a and of b; rows and columns of a program's tile, rows of tiles in a group
+    (70, 40, 300, TILE, SQUARE, 64, 64, 8),
+    (64, 130, 128, TILE, TILE, 64, 64, 8),
+    (5, 7, 515, TILE, SQUARE, 64, 64, 8),
+    (140, 40, 130, SQUARE, SQUARE, 32, 16, 2),
+)
 
 
 @contextlib.contextmanager
@@ -40,26 +45,27 @@ def bytes_within(*tensors: torch.Tensor) -> Iterator[None]:
 
 def run_block(
     values_a: torch.Tensor, values_b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor,
-    block_a: tuple[int, int], block_b: tuple[int, int],
+    block_a: tuple[int, int], block_b: tuple[int, int], block_m: int, block_n: int, group: int,
 ) -> torch.Tensor:  # fmt: skip
     """Return [m, n] float32, by one launch of the kernel without its autotuner."""
     a, b = Quantized(values_a, scale_a, block_a), Quantized(values_b, scale_b, block_b)
     out = torch.empty(len(values_a), len(values_b), device=values_a.device)
-    arguments, constants = block_launch(a, b, out)
-    tiles = -(-out.shape[0] // 64) * -(-out.shape[1] // 64)
+    arguments, constants = block_launch(a, b, out, block_m, block_n)
+    tiles = -(-out.shape[0] // block_m) * -(-out.shape[1] // block_n)
     with bytes_within(values_a, values_b):
-        kernels.block_matmul_kernel.fn[(tiles,)](*arguments, **constants)
+        kernels.block_matmul_kernel.fn[(tiles,)](*arguments, **constants | {"group": group})
     return out
 
 
 def check() -> None:
     """Assert results against float64 in ragged sizes, between guard bands; then the code for an H100."""
     kernel = kernels.block_matmul_kernel.fn
-    for m, n, k, block_b in CASES:
+    for m, n, k, block_a, block_b, block_m, block_n, group in CASES:
         torch.manual_seed(m)
         x, w = torch.randn(m, k) * torch.logspace(-3, 3, k), torch.randn(n, k) * torch.logspace(3, -3, k)
-        a, b = quantize(x, block=TILE), quantize(w, torch.float8_e5m2 if m == 5 else torch.float8_e4m3fn, block_b)
-        out = run_guarded(kernel, run_block, a.values, b.values, a.scale, b.scale, a.block, b.block)
+        a, b = quantize(x, block=block_a), quantize(w, torch.float8_e5m2 if m == 5 else torch.float8_e4m3fn, block_b)
+        given = a.values, b.values, a.scale, b.scale, a.block, b.block, block_m, block_n, group
+        out = run_guarded(kernel, run_block, *given)
         off = relative_error(out.double(), emulated_matmul(a, b, torch.float64))
         assert off < 1e-5, (
             f"[{m}, {k}] by [{n}, {k}]: off by {off:.1e} of the result. Each block of 128 has scales "

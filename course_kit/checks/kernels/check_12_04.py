@@ -12,10 +12,10 @@ from course_lib.kernels import elu
 BLOCK = 128
 
 
-def run_elu(x: torch.Tensor, alpha: float, programs: int) -> torch.Tensor:
+def run_elu(x: torch.Tensor, alpha: float, programs: int, block: int = BLOCK) -> torch.Tensor:
     """Return ELU of x by `programs` programs, uninitialized where no program stores."""
     out = torch.empty_like(x)
-    elu.elu_kernel[(programs,)](x, out, alpha, x.numel(), BLOCK=BLOCK)
+    elu.elu_kernel[(programs,)](x, out, alpha, x.numel(), BLOCK=block)
     return out
 
 
@@ -30,4 +30,6 @@ def check() -> None:
     large = run_guarded(elu.elu_kernel, run_elu, torch.tensor([200.0, -200.0]), 1.0, 1)
     assert large.tolist() == [200.0, -1.0], f"ELU(200) is 200 and ELU(-200) is -1, yours says {large.tolist()}"
     done = int((~run_guarded(elu.elu_kernel, run_elu, torch.randn(1000), 1.0, 2).isnan()).sum())
+    x = torch.randn(70)
+    assert_near(run_guarded(elu.elu_kernel, run_elu, x, 1.5, 3, 32), F.elu(x.double(), 1.5), "ELU, BLOCK = 32")
     assert done == 256, f"2 programs of BLOCK = 128 do the first 256 elements of 1,000, one block each; yours do {done}"

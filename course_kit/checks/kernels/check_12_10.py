@@ -8,34 +8,39 @@ import triton
 from course_kit.checks.kernels import assert_near, run_guarded
 from course_lib.kernels import fused_adamw
 
-BLOCK = 256
-CASES = ((1, torch.float32, False), (1000, torch.float32, True), (300, torch.bfloat16, True))  # the last: with a copy
+CASES = (  # elements, dtype of the gradient, with a copy; lr, betas, eps, BLOCK
+    (1, torch.float32, False, 0.5, (0.9, 0.999), 1e-2, 256),
+    (1000, torch.float32, True, 0.5, (0.9, 0.999), 1e-2, 256),
+    (300, torch.bfloat16, True, 0.125, (0.8, 0.95), 1e-1, 128),
+)
+DECAY = 0.3
 
 
 def run_adamw(
-    w: torch.Tensor, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, weights: torch.Tensor | None, t: torch.Tensor
-) -> tuple[torch.Tensor | None, ...]:
+    w: torch.Tensor, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, weights: torch.Tensor | None, t: torch.Tensor,
+    lr: float, betas: tuple[float, float], eps: float, block: int,
+) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
     """Return w, m, v and weights after one step of the kernel, in place."""
-    fused_adamw.adamw_kernel[(triton.cdiv(len(w), BLOCK),)](
-        w, g, m, v, weights, t, len(w), 0.5, 1 - 0.5 * 0.3, 1e-2, BETA1=0.9, BETA2=0.999, BLOCK=BLOCK
+    fused_adamw.adamw_kernel[(triton.cdiv(len(w), block),)](
+        w, g, m, v, weights, t, len(w), lr, 1 - lr * DECAY, eps, BETA1=betas[0], BETA2=betas[1], BLOCK=block
     )
     return w, m, v, weights
 
 
 def check() -> None:
     """Assert moments, weights and their copy after three steps of three sizes."""
-    for numel, dtype, copies in CASES:
+    for numel, dtype, copies, lr, betas, eps, block in CASES:
         w, m, v = torch.randn(numel), torch.zeros(numel), torch.zeros(numel)
         weights = torch.zeros(numel, dtype=torch.bfloat16) if copies else None
         exact = torch.nn.Parameter(w.double())
-        optimizer = torch.optim.AdamW([exact], lr=0.5, betas=(0.9, 0.999), eps=1e-2, weight_decay=0.3)
+        optimizer = torch.optim.AdamW([exact], lr=lr, betas=betas, eps=eps, weight_decay=DECAY)
         for t in (1, 2, 3):
             g = torch.randn(numel).to(dtype)
             exact.grad = g.double()
             optimizer.step()
-            given = w, g, m, v, weights, torch.tensor(float(t))
+            given = w, g, m, v, weights, torch.tensor(float(t)), lr, betas, eps, block
             w, m, v, weights = run_guarded(fused_adamw.adamw_kernel, run_adamw, *given)
-            case, state = f"{numel} elements, gradient {dtype}, step {t}", optimizer.state[exact]
+            case, state = f"{numel} elements, gradient {dtype}, betas {betas}, step {t}", optimizer.state[exact]
             assert_near(m, state["exp_avg"], f"{case}: exp_avg (decay is no part of the gradient)", least=1)
             assert_near(v, state["exp_avg_sq"], f"{case}: exp_avg_sq", factor=16, least=1e-6)
             error = (w - exact.detach()).abs().max().item()

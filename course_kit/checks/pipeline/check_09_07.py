@@ -6,7 +6,7 @@ import time
 from fractions import Fraction
 
 from course_lib.pipeline import schedules, simulation
-from course_lib.pipeline.actions import Action
+from course_lib.pipeline.actions import Action, Overlapped
 
 TIMES = (1, 1, 1), (3, 2, 5), (Fraction(1, 3), Fraction(2, 7), 1)  # of F, I and W
 ONE_RANK = [[Action(kind, stage, 0) for kind, stage in (("F", 0), ("F", 1), ("I", 1), ("I", 0), ("W", 1), ("W", 0))]]
@@ -40,6 +40,10 @@ def check() -> None:
     by_stage = [1, 2, 4], [1, 1, 1], [0, 0, 8]
     assert simulate(schedules.naive(3, 1), *by_stage).makespan == 7 + 3 + 8, "times may differ by stage"
     assert simulate(ONE_RANK, 1, 1, 1, 5).makespan == 6, "what the same rank has made need not travel"
+    in_pairs = [Action("F", 0, 0), Overlapped("F", 0, 1), Action("B", 0, 0), Action("B", 0, 1)]
+    for t_pair, end in ((None, 6.0), (2.5, 5.5)):
+        done = simulate([in_pairs], 1, 1, 1, 0, t_pair).makespan
+        assert done == end, f"a pair, t_pair = {t_pair}: all done at {done}, not {end}: F, the pair, B"
     start = time.process_time()
     large = simulate(schedules.one_f_one_b(64, 1024))
     assert large.bubble == 63 * 3 and time.process_time() - start < 4, "p = 64, m = 1024: too slow or wrong"

@@ -22,13 +22,16 @@ NEEDS = (
 
 def check() -> None:
     """Assert gradients against F.linear, FLOPs for four wishes, and dtypes as under autocast."""
-    x, weight, bias = (torch.randn(*shape, dtype=torch.float64) for shape in ((2, 5, 3), (4, 3), (4,)))
-    inputs = [each.requires_grad_() for each in (x, weight, bias)]
-    gradient = torch.randn(2, 5, 4, dtype=torch.float64)
     functions = split_backward.Linear.apply, nn.functional.linear
-    result, expected = (torch.autograd.grad(function(*inputs), inputs, gradient) for function in functions)
-    for name, got, wanted in zip(("x", "weight", "bias"), result, expected, strict=True):
-        assert relative_error(got, wanted) < 1e-12, f"the gradient of {name} differs from F.linear's"
+    for tokens, into, out in (((7,), 6, 2), ((2, 5), 3, 4)):
+        shapes = (*tokens, into), (out, into), (out,)
+        x, weight, bias = inputs = [torch.randn(*s, dtype=torch.float64).requires_grad_() for s in shapes]
+        gradient = torch.randn(*tokens, out, dtype=torch.float64)
+        result, expected = (torch.autograd.grad(function(*inputs), inputs, gradient) for function in functions)
+        for name, got, wanted in zip(("x", "weight", "bias"), result, expected, strict=True):
+            assert got.shape == wanted.shape and relative_error(got, wanted) < 1e-12, (
+                f"x {list(x.shape)}, weight {list(weight.shape)}: the gradient of {name} differs from F.linear's"
+            )
     for needs, matmuls in NEEDS:
         context = SimpleNamespace(saved_tensors=(x.detach(), weight.detach()), needs_input_grad=needs)
         result, count = flops(functools.partial(split_backward.Linear.backward, context, gradient))

@@ -15,5 +15,6 @@ def check() -> None:
         ((4096, 4, 50e9, 989.5e12), 9, "a ninth of the bandwidth: nine times the ratio"),
         ((8192, 2, 450e9, 989.5e12), 1, "h doubled, layers halved: the same"),
         ((4096, 4, 450e9, 989.5e12, 1), 0.5, "one byte per element halves it"),
+        ((4096, 4, 450e9, 2 * 989.5e12), 2, "a GPU twice as fast, and the message takes as long: twice the ratio"),
     ):
         assert abs(runner.pipeline_ratio(*arguments) / ratio - factor) < 1e-6, why

@@ -22,4 +22,7 @@ def check() -> None:
     assert not copy[1][0].requires_grad, "integers require no gradient"
     assert not copy[1][1]["angle"].requires_grad, "a tensor that required no gradient must not require one now"
     assert copy[0].data_ptr() == source[0].data_ptr(), "share the memory: detach() copies nothing, clone() does"
+    assert by_hand.detached([]) == [] and by_hand.detached({"a": (1, None)}) == {"a": (1, None)}, (
+        "arguments may hold no tensor: they come back as they are"
+    )
     assert source[0].grad_fn is not None, "the original must keep its history: detach(), not detach_()"

@@ -31,6 +31,8 @@ def check() -> None:
     assert nothing == 0, "no target at all: the loss is 0, not nan; divide by clamp(min=1)"
     half = modes.accumulate(probe, [(inputs, targets)], tokens=2 * (targets != IGNORED).sum())
     assert abs(half.item() - expected.item() / 2) < 1e-5, "divide by `tokens` where it is given"
+    triple = modes.accumulate(probe, [(inputs, targets)], loss_of=lambda *of: 3 * modes.summed_loss(*of))
+    assert abs(triple.item() - 3 * expected.item()) < 1e-5, "the loss is `loss_of`'s, where one is given"
     dtypes = []
     hook = cast(Any, transformer_blocks(probe)[0].mlp).up_proj.register_forward_hook(
         lambda module, args, out: dtypes.append(out.dtype)

@@ -45,6 +45,11 @@ def check() -> None:
     assert profile.saved_bytes(linear, lambda: F.linear(x, linear.weight[8:])) == 0, (
         "backward needs rows 8 to 31 of a frozen weight here: memory of a parameter does not count"
     )
+    both_ways = nn.Bilinear(4, 5, 3)
+    one, other = torch.randn(7, 4), torch.randn(7, 5)
+    assert profile.saved_bytes(both_ways, lambda: both_ways(one, other)) == one.nbytes + other.nbytes, (
+        "a bilinear layer saves both inputs, and its own weight is resident: take the parameters from `module`"
+    )
     saved = []
     profile.saved_bytes(linear, lambda: saved.append(weakref.ref(y.exp().untyped_storage())))
     assert saved[0]() is None, (

@@ -32,6 +32,7 @@ def check() -> None:
     for number, config in enumerate(CONFIGS):
         for flash in (True, False):  # either in both precisions
             check_layer(config, flash, (torch.float32, torch.bfloat16)[(number + flash) % 2])
+    check_layer(CONFIGS[0], False, torch.float32, b=2, s=24)
     for e in (2, 4):
         chain, fused = (memory.layer_activations(CONFIGS[-1], 40, e, fused_norm=fused) for fused in (False, True))
         assert fused == {**chain, "norms": 2 * (64 * e + 4)}, (

@@ -30,5 +30,10 @@ def check() -> None:
         )
     got = training.mfu(PRESETS["bench-1B"], 4096, 40149.94, 989.5e12)  # the playbook's 1B run on 8 H100
     assert abs(got - 0.392) < 1e-3, f"40,150 tokens/s of the 1B model on an H100 are an MFU of 39.2%, got {got:.3f}"
+    other = training.mfu(PRESETS["bench-8B"], 2048, 12000.0, 312e12)
+    wanted = 12000 * training.flops_per_token(PRESETS["bench-8B"], 2048) / 312e12
+    assert abs(other / wanted - 1) < 1e-9, (
+        f"12,000 tokens/s of the 8B model, 2,048 tokens, on a GPU of 312 TFLOP/s: {wanted:.3f}, got {other:.3f}"
+    )
     half = training.mfu(PRESETS["bench-1B"], 4096, 40149.94 / 2, 989.5e12)
     assert abs(half - got / 2) < 1e-9, f"half the speed is half the MFU: {got / 2:.3f} expected, got {half:.3f}"

@@ -59,15 +59,16 @@ def loss_trial(
         return tensor
 
     hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
+    of_loss = torch.tensor(float(n))  # the gradient that backward is given
     one = 4 * tokens * shard.size  # bytes of this rank's logits in float32
     with in_case(f"{vocab} tokens, {dtype}"):
         with count_traffic() as forward, AtOnce(one) as first, hooks:
             got = vocabulary.vocab_parallel_cross_entropy(local, targets, group, vocab)
         with count_traffic() as backward, AtOnce(one) as second:
-            got.backward()
+            got.backward(of_loss)
     full.requires_grad_()
     expected = F.cross_entropy(full.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED)
-    expected.backward()
+    expected.backward(of_loss)
     errors = relative_error(got, expected), relative_error(grad_of(local).float(), shard.cut(grad_of(full)).float())
     enough, unchanged = 4 * tokens * 3 * 2 * (n - 1) / n, torch.equal(local, before)
     again = vocabulary.vocab_parallel_cross_entropy(local, targets, group, vocab)
