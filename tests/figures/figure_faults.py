@@ -3,6 +3,8 @@
 import itertools
 
 import numpy as np
+from matplotlib.axis import Tick, XTick
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.text import Text
@@ -12,6 +14,13 @@ from course_kit.figures.style import contrast
 SMALLEST_PT, WIDEST_IN, LEAST_CONTRAST = 8, 8.6, 4.5
 
 
+def in_view(tick: Tick) -> bool:
+    """A tick beyond the ends of its axis is not drawn."""
+    axis = tick.axes.xaxis if isinstance(tick, XTick) else tick.axes.yaxis
+    low, high = sorted(axis.get_view_interval())
+    return low <= tick.get_loc() <= high
+
+
 def visible_texts(figure: Figure) -> list[Text]:
     """The texts that are drawn."""
     hidden = {id(child) for axes in figure.axes if not axes.axison for child in (axes.xaxis, axes.yaxis)}
@@ -19,6 +28,8 @@ def visible_texts(figure: Figure) -> list[Text]:
 
     def visit(artist) -> None:
         if not artist.get_visible() or id(artist) in hidden:
+            return
+        if isinstance(artist, Tick) and not in_view(artist):
             return
         if isinstance(artist, Text) and artist.get_text().strip():
             found.append(artist)
@@ -31,13 +42,15 @@ def visible_texts(figure: Figure) -> list[Text]:
 
 def pixels(figure: Figure) -> np.ndarray:
     """[height, width, 3], row 0 at the bottom."""
-    figure.canvas.draw()
-    return np.asarray(figure.canvas.buffer_rgba())[::-1, :, :3] / 255
+    canvas = FigureCanvasAgg(figure)  # a closed figure has none that keeps its pixels
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())[::-1, :, :3] / 255
 
 
 def faults(figure: Figure) -> list[str]:
     """Text that is too small, overlaps other text, or has too little contrast; and a figure wider than a column."""
     figure.canvas.draw()
+    figure.set_layout_engine("none")  # the axes stay where they are while the texts are hidden
     found = []
     size = figure.get_tightbbox()
     if size.width > WIDEST_IN:
@@ -47,7 +60,8 @@ def faults(figure: Figure) -> list[str]:
     boxes = []
     for text in texts:
         box = text.get_window_extent()
-        if not canvas.overlaps(box) or text.get_clip_on() and not text.axes.bbox.overlaps(box):
+        clipped = text.axes is not None and text.get_clip_on() and not text.axes.bbox.overlaps(box)
+        if clipped or not canvas.overlaps(box):
             continue
         boxes.append((text, box))
         if text.get_fontsize() < SMALLEST_PT:

@@ -10,7 +10,6 @@ import pytest
 from matplotlib.colors import to_hex
 
 from course_kit.figures import planner as planner_module
-from course_kit.figures.memory import memory_figure
 from course_kit.figures.planner import HEATMAP_NODES, HEATMAP_SETTINGS, family, planner
 from course_kit.figures.ranking import (
     distinct,
@@ -21,6 +20,7 @@ from course_kit.figures.ranking import (
     rejections_figure,
     two_lines,
 )
+from course_kit.figures.single_gpu import memory_budget
 from course_kit.figures.style import MEMORY
 from course_lib.best_config.answer import answer
 from course_lib.best_config.clusters import CLUSTERS
@@ -157,7 +157,7 @@ def test_a_part_has_its_length_and_its_color(rankings):
             assert drawn[name] == pytest.approx(parts[name][rows] / unit), name
         colors = [to_hex(bar[0].get_facecolor()) for bar in ax.containers]
         assert len(set(colors)) == len(colors)
-    known = memory_figure({"": dict.fromkeys(list(MEMORY)[:4], GIB)}, 80).axes[0].containers
+    known = memory_budget({"": dict.fromkeys(list(MEMORY)[:4], GIB)}, 80).axes[0].containers
     known = {bar.get_label(): to_hex(bar[0].get_facecolor()) for bar in known}
     shown = {bar.get_label(): to_hex(bar[0].get_facecolor()) for bar in memory_ax.containers}
     assert len(known) == 4 and known.items() <= shown.items()

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from course_kit.figures.memory import GPUS_GIB, _calculator_controls, memory_calculator, memory_figure
+from course_kit.widgets.memory import GPUS_GIB, _calculator_controls, memory_calculator
 from course_lib.single_gpu.devices import read_table
 from course_lib.single_gpu.memory import (
     POLICIES,
@@ -374,15 +374,6 @@ def test_zero_shards_over_context_parallel_gpus_too():
     parts = training_bytes(config, 1, 4096, zero_stage=1, dp=4, cp=2)
     assert parts["optimizer states"] == 12 * param_count(config) / 8
     assert parts["activations"] == activation_bytes(config, 1, 4096, cp=2)
-
-
-def test_the_figure_has_a_bar_a_case_and_a_line():
-    cases = {name: training_bytes(PRESETS[name], 1, 4096) for name in ("llama3.2-1B", "llama3-8B")}
-    (axes,) = memory_figure(cases, 80).axes
-    assert len(axes.patches) == 8 and axes.lines[0].get_xdata()[0] == 80
-    ends = [axes.patches[i].get_x() + axes.patches[i].get_width() for i in (3, 7)]
-    assert ends == [pytest.approx(sum(parts.values()) / GiB) for parts in cases.values()]
-    assert axes.get_xlim()[1] > max(ends)
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,9 @@
-"""A memory budget as a figure, and as a calculator with sliders (notebook 01)."""
+"""A memory budget as a calculator with sliders (notebook 01)."""
 
-import io
 from collections.abc import Callable
 
-from matplotlib.figure import Figure
-
-from course_kit.figures.style import LIMIT, MEMORY
+from course_kit.figures.single_gpu import memory_budget
+from course_kit.widgets.redrawn import png
 from course_lib.single_gpu import memory
 from course_lib.single_gpu.memory import POLICIES, param_count
 from course_lib.single_gpu.model import PRESETS, ModelConfig
@@ -20,28 +18,7 @@ GPUS_GIB = {
     "192 GB (MI300X)": 192,
 }
 CUSTOM = "custom sizes"
-
-
-def memory_figure(cases: dict[str, dict[str, float]], gpu_gib: float) -> Figure:
-    """Return a matplotlib Figure: one horizontal stacked bar per case (name: bytes by category), in GiB, and a line at
-    `gpu_gib`.
-    """
-    figure = Figure(figsize=(7.6, 1.5 + 0.35 * len(cases)), dpi=100, layout="constrained")
-    ax = figure.add_subplot()
-    widest = max(sum(parts.values()) for parts in cases.values()) / 2**30
-    for row, (_name, parts) in enumerate(cases.items()):
-        left = 0.0
-        for category, size in parts.items():
-            ax.barh(row, size / 2**30, left=left, color=MEMORY[category], label=category if row == 0 else None)
-            left += size / 2**30
-        ax.text(left, row, f"  {left:,.1f}", va="center")
-    ax.axvline(gpu_gib, color=LIMIT, linestyle="--")
-    ax.text(gpu_gib, -0.5, f" GPU: {gpu_gib:g} GiB", color=LIMIT, va="bottom")
-    ax.set(yticks=range(len(cases)), yticklabels=list(cases), xlim=(0, 1.12 * max(widest, gpu_gib)), xlabel="GiB")
-    ax.invert_yaxis()
-    ax.spines[["top", "right"]].set_visible(False)
-    figure.legend(*ax.get_legend_handles_labels(), loc="outside upper left", ncols=4, frameon=False)
-    return figure
+MOST_GIB = 2**16  # where the axis ends
 
 
 def _calculator_controls():
@@ -113,9 +90,8 @@ def memory_calculator(training_bytes: Callable[..., dict[str, float]] = memory.t
             config = PRESETS[at["preset"]]
         parts = training_bytes(config, at["batch"], at["seq"], at["policy"], at["recompute"])
         spare = at["gpu"] - sum(parts.values()) / 2**30
-        buffer = io.BytesIO()
-        memory_figure({"one GPU": parts}, at["gpu"]).savefig(buffer, format="png")
-        picture.value = buffer.getvalue()
+        figure = memory_budget({"one GPU": parts}, at["gpu"], MOST_GIB)
+        picture.value, picture.width = png(figure), f"{figure.get_figwidth() * figure.dpi:.0f}"
         listed = ", ".join(f"{name} {size / 2**30:,.1f}" for name, size in parts.items())
         verdict = (
             f"fits by the formulas, {spare:,.1f} GiB to spare"
