@@ -122,24 +122,6 @@ def spans(prof: profile) -> list[Span]:
     return [Span(lane, name, (a - zero) / 1e3, (b - zero) / 1e3) for a, b, lane, name in sorted(events)]
 
 
-def draw_spans(ax, shown: list[Span], colors: dict[str, str] | None = None, labels: tuple[str, ...] = ()) -> None:
-    """Draw a row of bars per lane. colors: by the beginning of a span's name; labels: names to write on wide bars."""
-    lanes = list(dict.fromkeys(span.lane for span in shown))
-    bars: dict[tuple[int, str], list[tuple[float, float]]] = {}
-    wide = 0.06 * max((span.end_ms for span in shown), default=0.0)
-    for span in shown:
-        row, length = lanes.index(span.lane), span.end_ms - span.start_ms
-        color = next((c for start, c in (colors or {}).items() if span.name.startswith(start)), "#BBBBBB")
-        bars.setdefault((row, color), []).append((span.start_ms, length))
-        if span.name in labels and length > wide:
-            ax.text(span.start_ms + length / 2, row, span.name, ha="center", va="center", fontsize=8)
-    for (row, color), intervals in bars.items():
-        edge = 0.5 if len(intervals) < 100 else 0  # many thin bars would vanish under their edges
-        ax.broken_barh(intervals, (row - 0.35, 0.7), facecolor=color, edgecolor="white", linewidth=edge)
-    ax.set(yticks=range(len(lanes)), yticklabels=lanes, xlabel="ms")
-    ax.invert_yaxis()
-
-
 # exercise 02.10
 def symptoms(prof: profile) -> dict[str, float]:
     """Return three numbers of a profile, each of one step on average.

@@ -27,6 +27,7 @@ from course_kit.labs.single_gpu import this_device
 from course_kit.typed import grad_of, override, transformer_blocks
 from course_lib.recompute import by_hand, modes, profiling
 from course_lib.single_gpu.data import TokenBatches
+from course_lib.single_gpu.memory import parameter_parts
 from course_lib.single_gpu.model import PRESETS, ModelConfig, Transformer, causal_attention, loss
 from course_lib.single_gpu.profile import MemoryProfile
 
@@ -81,6 +82,25 @@ def small_flops() -> dict[str, int]:
             loss(model(inputs), targets).backward()
         flops[mode] = counter.get_flop_counts()["Global"][torch.ops.aten.mm]
     return flops
+
+
+def small_flops_by_part() -> dict[str, dict[str, int]]:
+    """Return the same FLOPs by part, by formula: recomputation runs all matmuls of a block again but for the last."""
+    config, tokens = PRESETS["small"], 4 * 128
+    parts = parameter_parts(config)
+    mlp, head = parts["mlp"] // 3, config.vocab * config.hidden
+    in_layers = {"Q, O": parts["q_o"], "K, V": parts["kv"], "gate, up": 2 * mlp}
+    at_the_end = {"down": config.layers * mlp, "head": head}
+    return {
+        mode: {part: 2 * times * config.layers * weights * tokens for part, weights in in_layers.items()}
+        | {part: 2 * 3 * weights * tokens for part, weights in at_the_end.items()}
+        for mode, times in (("none", 3), ("full", 4))
+    }
+
+
+def mode_styles() -> dict[str, tuple[str, bool]]:
+    """Return, by row, the mode (matmuls: with the policy), and whether attention keeps its scores."""
+    return {name: ("matmuls" if policy else mode, core is plain_core) for name, core, mode, policy in mode_rows()}
 
 
 def mode_rows() -> list[tuple[str, Callable, str, Callable | None]]:
