@@ -262,7 +262,12 @@ def model_memory(model: str, recompute: str, gpu_gib: float = 80) -> Figure:
     params = 4 * gpt_param_count(hidden, layers, 128256) / GiB
     sizes = [gpt_activation_bytes(layers, hidden, heads, 1, seq, recompute) / GiB for seq in LENGTHS]
     bottom = np.zeros(len(LENGTHS))
-    parts = {"parameters": params, "gradients": params, "optimizer states": 2 * params, "activations": np.array(sizes)}
+    parts: dict[str, Any] = {
+        "parameters": params,
+        "gradients": params,
+        "optimizer states": 2 * params,
+        "activations": np.array(sizes),
+    }
     for part, size in parts.items():
         ax.bar(range(4), size, bottom=bottom, color=MEMORY[part], label=part, edgecolor="white", linewidth=0.5)
         bottom = bottom + size

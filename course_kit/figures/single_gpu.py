@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
@@ -20,7 +21,7 @@ from course_lib.single_gpu.memory import (
     state_bytes,
 )
 from course_lib.single_gpu.model import PRESETS, ModelConfig
-from course_lib.single_gpu.profile import MemoryTimeline
+from course_lib.single_gpu.profile import MemoryProfile
 
 GiB, MiB = 2**30, 2**20
 OPERATIONS = [  # of a GPT layer: name, bytes in sbh of what is h or 4h wide, in sbh · as/h of what is a·s wide
@@ -48,7 +49,12 @@ def stack(
     """Draw one bar of parts, in GiB, in the colors of MEMORY; `named`: for the legend. Return its length."""
     end = 0.0
     for name, size in parts.items():
-        at = {"color": MEMORY[name], "label": name if named else None, "edgecolor": "white", "linewidth": 0.5}
+        at: dict[str, Any] = {
+            "color": MEMORY[name],
+            "label": name if named else None,
+            "edgecolor": "white",
+            "linewidth": 0.5,
+        }
         if across:
             ax.barh(place, size / GiB, left=end, height=width, **at)
         else:
@@ -176,7 +182,7 @@ def activations_by_length(config: ModelConfig, lengths: Sequence[int], gpu_gib: 
 
 @styled
 def memory_over_steps(
-    timeline: MemoryTimeline, phases: Sequence[tuple[float, str]] = (), limit_mib: float = 0
+    timeline: MemoryProfile, phases: Sequence[tuple[float, str]] = (), limit_mib: float = 0
 ) -> Figure:
     """Return a memory timeline in MiB by category, with names at some moments (s) and the memory of a device."""
     figure, ax = plt.subplots(figsize=(WIDTH, 3.6 if phases else 2.6))

@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -163,6 +164,26 @@ def series(records: list[dict], collective: str, *keys: str) -> list[list]:
     """Return columns of a sweep's records of one collective, by size."""
     rows = [record for record in records if record["collective"] == collective]
     return [[row[key] for row in rows] for key in keys]
+
+
+class Fit(NamedTuple):
+    """Measured bus bandwidths of a collective by message size, and what is fitted to its times."""
+
+    sizes: list[float]  # bytes
+    busbw: list[float]  # bytes per second
+    alpha: float  # seconds
+    beta: float  # bytes per second, of the algorithm's bandwidth
+
+
+def fits_of(records: dict[int, list[dict]]) -> dict[int, dict[str, Fit]]:
+    """Return the fits of the swept collectives, by number of ranks."""
+    found: dict[int, dict[str, Fit]] = {}
+    for n, of_n in records.items():
+        for collective in SWEPT:
+            sizes, seconds, busbw = series(of_n, collective, "bytes", "seconds", "busbw")
+            fit = Fit(sizes, busbw, *bandwidth.fit_alpha_beta(sizes, seconds))
+            found.setdefault(n, {})[collective] = fit
+    return found
 
 
 def compare_with_gloo(group: dist.ProcessGroup, size: int, repeats: int) -> dict[str, float]:
