@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import functools
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -12,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import course_lib
 from course_kit.labs.peak import peak_of
 from course_kit.ranks import Ranks
 from course_kit.typed import grad_of
@@ -21,6 +24,14 @@ from course_lib.single_gpu.model import PRESETS, ModelConfig, Transformer, loss
 
 FAULTS = (2, 5, 12), (0, 3, 5), (3, 1, 3)  # of the drift lab: the rank, the step of its fault, steps in all
 MiB = 2**20
+
+
+@functools.cache
+def published_scaling() -> list[dict[str, float]]:
+    """Return the rows of data/dp_scaling.csv: published runs on 8 to 256 data-parallel GPUs."""
+    path = Path(course_lib.__file__).parents[1] / "data" / "dp_scaling.csv"
+    with path.open(encoding="utf-8") as file:
+        return [{key: float(value) for key, value in row.items() if key != "source"} for row in csv.DictReader(file)]
 
 
 def batch_of(rank: int, config: ModelConfig, batch: int = 2, seq: int = 17) -> torch.Tensor:
