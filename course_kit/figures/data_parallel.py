@@ -235,7 +235,7 @@ def overlap(
     left.legend(loc="lower left")
     right.semilogy(gpus, ratios, "o-", color=PHASES["communication"])
     right.axhline(1, color=GRAY, linestyle="--", linewidth=1)
-    right.text(256, 1.06, "above the line it can't be hidden", color=GRAY, va="bottom", ha="right")
+    right.text(8, 5, "above the line it can't be hidden", color=GRAY)
     right.set(title=f"all-reduce / backward, {gradient_bytes} bytes per gradient", ylim=(0.01, 10))
     for ax in (left, right):
         ax.set_xscale("log", base=2)
