@@ -1,4 +1,4 @@
-"""course_kit.figures.formats: figures say what the formats are, and the widget takes anything typed. CPU."""
+"""course_kit.figures.mixed_precision.formats: what formats are; the widget takes anything typed. CPU."""
 
 import math
 import struct
@@ -10,18 +10,9 @@ import torch
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 
-from course_kit.figures.formats import (
-    EXPONENT_COLOR,
-    MANTISSA_COLOR,
-    SIGN_COLOR,
-    bits_figure,
-    format_explorer,
-    number_in_text,
-    range_figure,
-    rounding_figure,
-    stored_number,
-)
-from course_kit.figures.planner import png
+from course_kit.figures.mixed_precision.formats import FIELDS, bits, number_in_text, ranges, rounding, stored_number
+from course_kit.widgets.formats import format_explorer
+from course_kit.widgets.redrawn import png
 from course_lib.mixed_precision.formats import E2M1, E4M3, E5M2, FORMATS, FP16, FP32, round_to
 
 SOME = [0.1, -70000.3, 448.0, 1.2345678e-7, -1.2345678e-38, 0.0, -0.0, 1e300, math.inf, -math.inf, math.nan]
@@ -91,7 +82,7 @@ def test_remarks_say_what_happened(number, fmt, remark):
 
 @pytest.mark.parametrize("number", SOME)
 def test_the_figure_shows_every_bit_in_its_color_and_the_numbers(number):
-    figure = bits_figure(number)
+    figure = bits(number)
     assert drawn(figure).startswith(b"\x89PNG")
     (axes,) = figure.axes
     squares = {(round(patch.get_x()), int(patch.get_y())): patch for patch in axes.patches}
@@ -101,10 +92,11 @@ def test_the_figure_shows_every_bit_in_its_color_and_the_numbers(number):
     for row, fmt in enumerate(FORMATS.values()):
         stored = stored_number(number, fmt)
         assert "".join(digits[place, row] for place in range(fmt.bits)) == "".join(stored.fields)
-        colors = [SIGN_COLOR] + [EXPONENT_COLOR] * fmt.exponent_bits + [MANTISSA_COLOR] * fmt.mantissa_bits
-        for place, color in enumerate(colors):
-            assert squares[place, row].get_facecolor()[:3] == to_rgba(color)[:3]
-            assert (squares[place, row].get_alpha() == 1) == (digits[place, row] == "1")
+        sign, exponent, mantissa = FIELDS.values()
+        for place, color in enumerate([sign] + [exponent] * fmt.exponent_bits + [mantissa] * fmt.mantissa_bits):
+            assert squares[place, row].get_edgecolor() == to_rgba(color)
+            filled = color if digits[place, row] == "1" else "white"
+            assert squares[place, row].get_facecolor() == to_rgba(filled)
         cells = [t.get_text() for t in axes.texts if t.get_position()[1] == row + 0.5 and t.get_position()[0] > 35]
         assert len(cells) == 4 and cells[-1] == stored.remark
         if math.isnan(stored.value):
@@ -115,7 +107,7 @@ def test_the_figure_shows_every_bit_in_its_color_and_the_numbers(number):
 
 @pytest.mark.parametrize("number", SOME)
 def test_no_two_texts_of_a_row_lie_on_each_other(number):
-    figure = bits_figure(number)
+    figure = bits(number)
     figure.draw_without_rendering()
     (axes,) = figure.axes
     for row in range(len(FORMATS)):
@@ -171,24 +163,24 @@ def test_the_widget_follows_the_text_and_keeps_its_picture():
     widget = format_explorer()
     (text, line), picture = widget.children[0].children, widget.children[1]
     assert isinstance(text, ipywidgets.Text) and isinstance(picture, ipywidgets.Image)
-    assert picture.value == png(bits_figure(0.1)) and line.value == ""
+    assert picture.value == png(bits(0.1)) and line.value == ""
     for typed, number in (("448", 448.0), ("nan", math.nan), ("-inf", -math.inf), ("-0", -0.0), ("1e-9", 1e-9)):
         text.value = typed
-        assert picture.value == png(bits_figure(number)) and line.value == ""
+        assert picture.value == png(bits(number)) and line.value == ""
     text.value = "1e400"
     kept = picture.value
-    assert kept == png(bits_figure(math.inf)) and "too large" in line.value
+    assert kept == png(bits(math.inf)) and "too large" in line.value
     text.value = "<script>"
     assert picture.value == kept and "&lt;script&gt;” is not a number" in line.value
     text.value = "2"
-    assert picture.value == png(bits_figure(2.0)) and line.value == ""
+    assert picture.value == png(bits(2.0)) and line.value == ""
 
 
 # Ranges and stairs.
 
 
 def test_ranges_are_drawn_from_the_smallest_to_the_largest():
-    figure = range_figure()
+    figure = ranges()
     drawn(figure)
     axes, table = figure.axes
     assert axes.get_xscale() == "log"
@@ -206,7 +198,7 @@ def test_ranges_are_drawn_from_the_smallest_to_the_largest():
 
 
 def test_stairs_have_as_many_steps_as_there_are_numbers():
-    figure = rounding_figure()
+    figure = rounding()
     drawn(figure)
     *panels, errors = figure.axes
     assert len(panels) == len(FORMATS)
@@ -215,12 +207,12 @@ def test_stairs_have_as_many_steps_as_there_are_numbers():
         assert len(x) == 10_000 and (x[0], x[-1]) == (1, 2)
         assert len(set(rounded.tolist())) == min(fmt.between_one_and_two + 2, 10_000)
         assert abs(rounded - x).max() <= fmt.epsilon / 2
-        assert f"{fmt.between_one_and_two:,} between" in axes.get_title()
+        assert f"{fmt.between_one_and_two:,}\nbetween" in axes.get_title()
     widths = [bar.get_width() for bar in errors.patches]
     assert widths == pytest.approx([fmt.epsilon / 2 for fmt in FORMATS.values()], rel=0.01)
 
 
 def test_stairs_of_a_few_points_are_refused():
     with pytest.raises(ValueError, match="points=99: the stairs"):
-        rounding_figure(99)
-    assert len(rounding_figure(100).axes[0].lines[1].get_xdata()) == 100
+        rounding(99)
+    assert len(rounding(100).axes[0].lines[1].get_xdata()) == 100
