@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import io
 import random
 import shutil
@@ -12,6 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import course_lib
 from course_kit.labs.five_d.models import built
 from course_kit.ranks import Ranks
 from course_lib.checkpoint import program
@@ -53,6 +55,13 @@ def killed_run(folder: Path, when: int = 12, steps: int = 20) -> tuple[int, list
                     process.send_signal(signal.SIGKILL)
                     printed.append(f"--- SIGKILL to rank 1, process {process.pid} ---")
     return job.wait(), printed
+
+
+def published_interruptions() -> list[dict[str, str]]:
+    """Return the rows of data/llama3_interruptions.csv: the interruptions of Llama 3's training by component."""
+    path = Path(course_lib.__file__).parents[1] / "data" / "llama3_interruptions.csv"
+    with path.open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
 
 
 def losses_without_kill(steps: int = 20) -> list[float]:
