@@ -102,7 +102,8 @@ def two_level_all_reduce(
     """Replace `tensor` by the sum over all ranks of all nodes; one shard of it only goes across the nodes.
 
     inside: the group of this rank's node; across: of the ranks with the same index in each node. Makes no tensor
-    larger than a shard, and sends no more inside the node than a reduce-scatter and an all-gather. tensor: contiguous.
+    larger than a shard, and sends no more inside the node than a reduce-scatter and an all-gather. tensor: any
+    dtype, contiguous.
     """
     shard = ring_reduce_scatter(tensor, inside)
     ring_all_reduce(shard, across)

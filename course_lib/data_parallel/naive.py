@@ -34,8 +34,8 @@ def overlap_gradients(module: nn.Module, group: dist.ProcessGroup | None = None)
 
     From now on every backward starts one all-reduce per gradient, as soon as that gradient is complete. Return
     `finish()`, to be called after each backward: it waits for all works of that backward, and for no older ones; then
-    every gradient is the mean over the group. Leave frozen parameters, and those that backward does not reach, alone:
-    their `.grad` must not change.
+    every gradient is the mean over the group, in its own dtype, and no work or gradient is kept. Leave frozen
+    parameters, and those that backward does not reach, alone: their `.grad` must not change.
     """
     works, n = [], dist.get_world_size(group)
 

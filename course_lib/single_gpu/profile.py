@@ -28,7 +28,7 @@ CATEGORIES = ("parameters", "optimizer states", "activations", "gradients", "tem
 def saved_bytes(module: nn.Module, forward: Callable[[], object]) -> int:
     """Return the bytes of the storages that autograd keeps for backward after `forward()`, each storage counted once.
 
-    Parameters of `module`, including frozen ones, do not count. The call keeps no tensor alive.
+    Parameters of `module`, including frozen ones, do not count; its buffers do. The call keeps no tensor alive.
     """
     resident = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
     sizes = {}

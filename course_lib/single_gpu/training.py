@@ -108,7 +108,7 @@ def train(
 
 # exercise 01.11
 def evaluate(model: nn.Module, batches: Iterator, count: int) -> torch.Tensor:
-    """Return the mean loss over `count` batches, a scalar tensor without a graph, on the model's device.
+    """Return the mean loss over `count` batches, a float32 scalar without a graph, on the model's device.
 
     Memory does not grow with `count`, no value is read on the host, and the model stays as it is.
     """

@@ -149,6 +149,8 @@ def every_collective(group) -> dict:
     }
 
 # %% 03.2 numbers of NumPy
+import numpy as np
+
 star_mb_4, star_mb_512 = np.array([3, 511]) * 4
 
 # %% 03.12 tests the sum: no second collective

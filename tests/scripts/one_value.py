@@ -6,7 +6,6 @@ ONE_VALUE = {
     "02.10 symptoms prof": "a profile's attributes are its settings; the steps in it differ",
     "02.11 marked_training model": "it is called and trained; the losses of four steps are compared",
     "02.11 marked_training text": "the batches that it makes are compared by their losses",
-    "04.4 overlap_gradients module": "it gets hooks on its parameters, whichever they are",
     "04.8 parallel_accumulate dp": "it is called; its group, ranks and micro-batches vary",
     "04.8 parallel_accumulate loss_of": "the check counts its calls",
     "04.10 find_diverged_params module": "its tensors differ by rank, which decides the result",

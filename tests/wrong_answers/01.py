@@ -996,3 +996,13 @@ def layer_activations(config, seq, e=2, flash=True, fused_norm=True):
 
 # %% 01.12 attention as wide as the hidden state, whatever the heads add up to
 config.attention_width => config.hidden
+
+# %% 01.6 takes the buffers of the module for parameters
+module.parameters() => [*module.parameters(), *module.buffers()]
+
+# %% 01.11 adds up in the precision of the model
+torch.zeros((), device=device) => torch.zeros((), device=device, dtype=next(model.parameters()).dtype)
+total = total + loss => total += loss
+
+# %% 01.11 rounds each loss to the precision of the model
+loss(model(inputs), targets) => loss(model(inputs), targets).to(next(model.parameters()).dtype)

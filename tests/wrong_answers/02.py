@@ -1256,47 +1256,17 @@ def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float
     return total.detach()
 
 # %% 02.8 forgets autocast
-def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float32, tokens=None) -> torch.Tensor:
-    if tokens is None:
-        tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).clamp(min=1)
-    total = 0.0
-    for inputs, targets in micro_batches:
-        logits = model(inputs)
-        summed = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
-        part = summed / tokens
-        part.backward()
-        total = total + part.detach()
-    return total
+with torch.autocast(inputs.device.type, dtype, enabled=dtype != torch.float32): => with torch.enable_grad():
 
 # %% 02.8 reads each part on the host
-def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float32, tokens=None) -> torch.Tensor:
-    if tokens is None:
-        tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).clamp(min=1)
-    total = 0.0
-    for inputs, targets in micro_batches:
-        with torch.autocast(inputs.device.type, dtype, enabled=dtype != torch.float32):
-            logits = model(inputs)
-        summed = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
-        part = summed / tokens
-        part.backward()
-        total = total + part.item()
-    return torch.tensor(total)
+total = total + part.detach() => total = total + part.item()
 
 # %% 02.8 asks the host whether there is a target
-def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float32, tokens=None) -> torch.Tensor:
-    if tokens is None:
-        tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).clamp(min=1)
-    total = 0.0
-    for inputs, targets in micro_batches:
-        if not (targets != IGNORED).any():
-            continue
-        with torch.autocast(inputs.device.type, dtype, enabled=dtype != torch.float32):
-            logits = model(inputs)
-        summed = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
-        part = summed / tokens
-        part.backward()
-        total = total + part.detach()
-    return total
+with torch.autocast(inputs.device.type, dtype, enabled=dtype != torch.float32):
+=>
+if not (targets != IGNORED).any():
+    continue
+with torch.autocast(inputs.device.type, dtype, enabled=dtype != torch.float32):
 
 # %% 02.8 keeps the graphs of all parts until the end
 def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float32, tokens=None) -> torch.Tensor:
@@ -1314,18 +1284,8 @@ def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float
     return total
 
 # %% 02.8 the loss in the precision of the logits
-def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float32, tokens=None) -> torch.Tensor:
-    if tokens is None:
-        tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).clamp(min=1)
-    total = 0.0
-    for inputs, targets in micro_batches:
-        with torch.autocast(inputs.device.type, dtype, enabled=dtype != torch.float32):
-            logits = model(inputs)
-        summed = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-        part = summed / tokens
-        part.backward()
-        total = total + part.detach()
-    return total
+total = torch.zeros((), device=next(model.parameters()).device) => total = 0.0
+part = loss_of(logits, targets) / tokens => part = (loss_of(logits, targets) / tokens).to(logits.dtype)
 
 # %% 02.8 walks the micro-batches twice: the second walk of a generator is empty
 micro_batches = list(micro_batches)
@@ -1483,3 +1443,6 @@ devices=list(gpu_states) => devices=[]
 
 # %% 02.2 a replay with other random numbers
 with replayed(ctx.state), torch.enable_grad(): => with torch.enable_grad():
+
+# %% 02.9 adds a gradient from before the with
+model.zero_grad() =>

@@ -823,3 +823,6 @@ def two_level_all_reduce(tensor, inside, across):
     ring_all_reduce(ring_reduce_scatter(copy, inside), across)
     ring_all_gather(copy, inside)
     tensor.copy_(copy)
+
+# %% 03.13 adds up in float32 across the nodes
+ring_all_reduce(shard, across) => wide = shard.float(); ring_all_reduce(wide, across); shard.copy_(wide)

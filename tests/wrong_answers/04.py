@@ -1387,3 +1387,51 @@ return gradient_bytes => ratio = gradient_bytes
 
 # %% 04.12 returns the steps alone
 return dp, micro_batch, steps => return steps
+
+# %% 04.4 sends a copy in float32, twice the bytes of a BF16 gradient
+works, n = [], dist.get_world_size(group) => works, n, wide = [], dist.get_world_size(group), []
+---
+    parameter.grad /= n
+    works.append(dist.all_reduce(parameter.grad, group=group, async_op=True))
+=>
+    wide.append((parameter, parameter.grad.float() / n))
+    works.append(dist.all_reduce(wide[-1][1], group=group, async_op=True))
+---
+works.clear()
+=>
+for parameter, gradient in wide:
+    parameter.grad.copy_(gradient)
+works.clear()
+wide.clear()
+
+# %% 04.4 knows where new works begin, and keeps the old ones with their gradients
+works, n = [], dist.get_world_size(group) => works, n, done = [], dist.get_world_size(group), []
+for work in works: => for work in works[len(done):]:
+works.clear() => done.extend(works[len(done):])
+
+# %% 04.6 sets no flags where no parameter is missing
+self.flags.fill_(1) => self.flags.fill_(1) if self.missing else None
+
+# %% 04.9 the third of the sorted norms, the median of four only
+np.median(column) => sorted(column)[2]
+
+# %% 04.9 looks at four ranks
+[run[step] for run in norms] => [run[step] for run in norms[:4]]
+
+# %% 04.9 divides by a norm, and leaves out norms of 0
+if abs(norm - usual) > 1e-4 * abs(usual): => if usual and abs(norm / usual - 1) > 1e-4:
+
+# %% 04.10 looks at the first chunk only
+.split(2**20): => .split(2**20)[:1]:
+
+# %% 04.10 looks at the first two chunks only
+.split(2**20): => .split(2**20)[:2]:
+
+# %% 04.10 compares what is left of the values in float32
+tensor.detach().contiguous().view(INTEGERS[tensor.element_size()]) => tensor.detach().float().contiguous().view(torch.int32)
+
+# %% 04.10 compares what is left of the values in BF16
+tensor.detach().contiguous().view(INTEGERS[tensor.element_size()]) => tensor.detach().bfloat16().contiguous().view(torch.int16)
+
+# %% 04.12 accumulates seven times at most
+if rest == 0: => if rest == 0 and steps < 8:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import time
+import weakref
+
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from course_kit.checks.data_parallel.comparing import TINY, cause, farthest, in_group, one_process
+from course_kit.checks.data_parallel.comparing import TINY, cause, check_traffic, farthest, in_group, one_process
 from course_kit.checks.data_parallel.watched import Watched
 from course_kit.labs.data_parallel import batch_of, sgd_step
 from course_kit.typed import grad_of
+from course_lib.collectives.traffic import Traffic, count_traffic
 from course_lib.data_parallel import naive
 from course_lib.single_gpu.model import Transformer, loss
+
+RELEASED_S = 5  # that a thread of gloo has to let go of a tensor; it takes milliseconds
 
 
 def overlap_trial(group: dist.ProcessGroup | None, steps: int) -> tuple:
@@ -44,8 +50,40 @@ def overlap_trial(group: dist.ProcessGroup | None, steps: int) -> tuple:
     return first, weights, seen, groups, early, late.calls, waits
 
 
+def bf16_trial(group: dist.ProcessGroup | None) -> tuple[torch.Tensor, int, Traffic, bool]:
+    """Return the averaged gradient of a BF16 weight, which was 1 more than the rank, its bytes, this rank's traffic,
+    and whether the gradient is still alive after zero_grad().
+    """
+    layer = nn.Linear(64, 32, bias=False).bfloat16()
+    finish = naive.overlap_gradients(layer, group)
+    with count_traffic() as traffic:
+        layer(torch.full((1, 64), dist.get_rank(group) + 1.0, dtype=torch.bfloat16)).sum().backward()
+        finish()
+    gradient = grad_of(layer.weight).clone()
+    alive = weakref.ref(grad_of(layer.weight).untyped_storage())
+    layer.zero_grad()
+    end = time.monotonic() + RELEASED_S
+    while alive() is not None and time.monotonic() < end:
+        time.sleep(0.01)
+    return gradient, gradient.nbytes, traffic, alive() is not None
+
+
+def check_bf16() -> None:
+    """Assert mean, dtype and bytes of a BF16 gradient on 4 ranks, and that nothing holds it after its step."""
+    for rank, (gradient, nbytes, traffic, alive) in enumerate(in_group(4, bf16_trial)):
+        assert gradient.dtype == torch.bfloat16 and torch.allclose(gradient.float(), torch.tensor(2.5), rtol=1e-2), (
+            f"rank {rank}: the gradient of a BF16 weight is {gradient[0, 0]:.3f} in {gradient.dtype}, not 2.5 in BF16"
+        )
+        check_traffic(rank, traffic, (0, 1, 2, 3), [nbytes])
+        assert not alive, (
+            f"rank {rank}: after finish() and zero_grad() something still holds the gradient: empty the list of works"
+        )
+
+
 def check() -> None:
-    """Assert gradients and weights of 4 and of 3 ranks against one process, and when all-reduces start and end."""
+    """Assert gradients and weights of 4 and of 3 ranks against one process, when all-reduces start and end, and the
+    bytes of BF16 gradients.
+    """
     from course_kit.ranks import shared
 
     with shared(4).within(20):
@@ -86,3 +124,4 @@ def check() -> None:
                 assert max(seen) > 0, (
                     "no all-reduce starts before backward reaches the first block: start them in the hook"
                 )
+        check_bf16()

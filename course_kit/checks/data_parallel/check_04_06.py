@@ -51,12 +51,26 @@ def bucket_trial(
     return [None if p.grad is None else p.grad.float() for p in parameters], traffic, sent_as, inside
 
 
+def used_trial(group: dist.ProcessGroup) -> torch.Tensor | None:
+    """Return the gradient of the second of two parameters. Only rank 0 has not used it; the others miss nothing."""
+    parameters = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    bucket = buckets.Bucket(parameters, group, 1.0)  # its flags are 0, as they are before the first step
+    for parameter in parameters[: 1 if dist.get_rank(group) == 0 else 2]:
+        parameter.grad = torch.ones(2)
+        bucket.store(parameter, bucket.scale)
+        bucket.missing.remove(parameter)
+    bucket.launch()
+    bucket.finish()
+    return parameters[1].grad
+
+
 def check() -> None:
     """Assert sums, flags, views, dtype and number of all-reduces on a group of three ranks."""
     from course_kit.ranks import shared
 
     with shared(4).within(20):
         outcomes = in_group(3, lambda group: [bucket_trial(group, *dtypes) for dtypes in DTYPES])
+        used = in_group(3, used_trial)
     for rank, trials in enumerate(outcomes, start=1):
         for (dtype, reduce_dtype), (grads, traffic, sent_as, inside) in zip(DTYPES, trials, strict=True):
             assert traffic.calls == 1 and traffic.select("all_reduce").calls == 1, "one all-reduce for the whole bucket"
@@ -78,3 +92,8 @@ def check() -> None:
                 "no rank has used the last parameter: its gradient must stay None: its flag should be 0"
             )
             assert all(inside), f"rank {rank}: a gradient is not a view of the buffer"
+    for rank, gradient in enumerate(used, start=1):
+        assert gradient is not None and gradient.tolist() == [2, 2], (
+            f"rank {rank}: two ranks miss nothing, and the third, without a gradient of theirs, gets {gradient}, not "
+            "their sum, 2: set every flag at each launch, also where no parameter is missing"
+        )

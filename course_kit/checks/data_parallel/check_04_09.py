@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+
 from course_kit.labs.data_parallel import FAULTS, drift_runs
 
 
@@ -17,7 +19,7 @@ def answer_of(first_drift: Callable, norms: list[list[float]]) -> tuple[int, int
 
 
 def check(first_drift: Callable[[list[list[float]]], tuple[int, int] | None]) -> None:
-    """Assert step and rank for the lab's runs at several scales, for made-up norms, and for NaN."""
+    """Assert step and rank for the lab's runs at several scales, and for made-up norms of 3 to 5 ranks, 0 and NaN."""
     from course_kit.ranks import shared
 
     runs = drift_runs(shared(4))
@@ -41,6 +43,16 @@ def check(first_drift: Callable[[list[list[float]]], tuple[int, int] | None]) ->
     for factor in (0.5, 2):
         answer = answer_of(first_drift, [[3.0, 2.0, 1.0], [3.0, 2.0, 1.0], [3.0, 2.0 * factor, 1.0], [3.0, 2.0, 1.0]])
         assert answer == (1, 2), f"rank 2's norm in step 1 is {factor} times the others', and you say {answer}"
+    for ranks in (3, 5):
+        for rank in range(ranks):
+            norms = [[3.0, 2.5 if r == rank else 2.0] for r in range(ranks)]
+            answer = answer_of(first_drift, norms)
+            assert answer == (1, rank), f"{ranks} ranks, rank {rank}'s norm in step 1 is larger, and you say {answer}"
+    with np.errstate(all="ignore"):
+        answer = answer_of(first_drift, [[0.0, 0.0, 1e-3 if rank == 1 else 0.0] for rank in range(4)])
+    assert answer == (2, 1), (
+        f"norms are 0 but for rank 1's in step 2, and you say {answer}: compare without a division by 0"
+    )
     nan = float("nan")
     for rank in range(4):
         norms = [[3.0, nan if r == rank else 2.0, nan] for r in range(4)]

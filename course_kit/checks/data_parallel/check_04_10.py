@@ -32,6 +32,10 @@ CHANGES = {  # of values -3, -2, -1, 0, 1, 2, 3, -3 and so on; rank (number of t
     "neighbors_exchanged": swap(0, 1),
     "exchanged_1000_apart": swap(3, 1003),
     "exchanged_between_chunks": swap(1, 2**20 + 1),
+    "last_of_three_chunks": put(2**21 + 5, 1.0),
+    "last_bit_of_float32": put(4, 1 + 2**-23),
+    "last_bit_of_float64": put(4, 1 + 2**-52),
+    "transposed": put(5, 6.0),
     "small_beside_large": put(1, -2 + 2**-6),
     "one_more": put(2, 0),
     "beside_a_nan_of_all": put(1, 5),
@@ -40,6 +44,7 @@ CHANGES = {  # of values -3, -2, -1, 0, 1, 2, 3, -3 and so on; rank (number of t
     "buffer": put(3, 0.5),
     "buffer_not_saved": put(1, True),
 }
+DTYPES = {"last_bit_of_float32": torch.float32, "last_bit_of_float64": torch.float64}  # of the others: bfloat16
 
 
 def altered_trial(group: dist.ProcessGroup | None) -> tuple[list[str], Traffic, int, bool, int]:
@@ -48,7 +53,8 @@ def altered_trial(group: dist.ProcessGroup | None) -> tuple[list[str], Traffic, 
     """
     module = nn.Module()
     for number, (name, change) in enumerate({**CHANGES, "same": None, "nan_of_all": None}.items()):
-        values = torch.zeros(2**20 + 8 if "chunks" in name else 2000, dtype=torch.bfloat16)
+        numel = 2**21 + 8 if "chunks" in name else 2000
+        values = torch.zeros(numel, dtype=DTYPES.get(name, torch.bfloat16))
         values[:2000] = torch.arange(2000) % 7 - 3
         values[0] = {"small_beside_large": 2**20, "beside_a_nan_of_all": NAN, "nan_of_all": NAN}.get(name, -3)
         values = values > 0 if name == "buffer_not_saved" else values
@@ -57,7 +63,8 @@ def altered_trial(group: dist.ProcessGroup | None) -> tuple[list[str], Traffic, 
         if "buffer" in name:
             module.register_buffer(name, values, persistent="not_saved" not in name)
         else:
-            module.register_parameter(name, nn.Parameter(values.view(4, -1)))
+            rows = values.view(4, -1)
+            module.register_parameter(name, nn.Parameter(rows.t() if name == "transposed" else rows))
     module.register_buffer("count", torch.tensor(7))
     tensors = [*module.parameters(), *module.buffers()]
     before, watched = [tensor.detach().clone() for tensor in tensors], Largest()
@@ -80,7 +87,9 @@ def check() -> None:
                     "communicate within `group` alone"
                 )
                 missed, wrong = sorted(expected - set(result)), sorted(set(result) - expected)
-                assert not missed, f"rank {rank} does not find {missed}. Has each bit a weight of its own?"
+                assert not missed, (
+                    f"rank {rank} does not find {missed}. Has each bit a weight of its own, in each dtype and chunk?"
+                )
                 assert not wrong, f"rank {rank} finds {wrong}, which are the same on all ranks of the group"
                 assert len(result) == len(expected), f"rank {rank} names a tensor twice: {result}"
                 received = (

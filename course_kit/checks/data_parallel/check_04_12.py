@@ -17,6 +17,7 @@ def check(recipe: Callable[[int, int, int], tuple[int, int, int]]) -> None:
         (960, 64, 4): (64, 3, 5),
         (960, 100, 4): (96, 2, 5),
         (7, 4, 2): (1, 1, 7),
+        (4096, 8, 2): (8, 2, 256),
     }.items():
         got = recipe(sequences, gpus, largest)
         case = f"{sequences} sequences, {gpus} GPUs, at most {largest} at a time"

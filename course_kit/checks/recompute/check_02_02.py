@@ -59,7 +59,7 @@ def counted_blocks(counts: dict) -> Callable:
 
 
 def check() -> None:
-    """Assert a model's gradients bit by bit, what is kept, two outputs and nested inputs, and dropout."""
+    """Assert a model's gradients bit by bit, what is kept, two outputs and nested inputs, BF16, and dropout."""
     probe = Transformer(CONFIG)
     tokens = torch.randint(256, (2, 3, 33), generator=torch.Generator().manual_seed(0))
     counts: dict = {}
@@ -78,6 +78,7 @@ def check() -> None:
     )
     check_saved()
     check_outputs()
+    check_bf16()
     noisy = Transformer(dataclasses.replace(CONFIG, dropout=0.1)).train()
     _, plain = gradients_of(noisy, *tokens)
     with called_by(by_hand.recompute, noisy):
@@ -104,6 +105,24 @@ def check_saved() -> None:
     assert retained < wide.nbytes, (
         f"after forward {retained:,} bytes are alive beside the arguments: what does ctx hold? "
         "Outputs must not stay there"
+    )
+
+
+def check_bf16() -> None:
+    """Assert dtype and bits of BF16 gradients, and that a block's output in BF16 is in BF16."""
+    block = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).bfloat16()
+    x = torch.linspace(-2, 2, 24).view(3, 8).bfloat16().requires_grad_()
+    block(x).square().sum().backward()
+    wanted = [grad_of(x).clone(), *(grad_of(p).clone() for p in block.parameters())]
+    block.zero_grad()
+    x.grad = None
+    with advice_for_the_replay():
+        output = by_hand.recompute(block, x)
+        output.square().sum().backward()
+    got = [x.grad, *(p.grad for p in block.parameters())]
+    assert output.dtype == torch.bfloat16, f"a block in BF16 gives {output.dtype}: hand on what the function returns"
+    assert all(g is not None and g.dtype == w.dtype and torch.equal(g, w) for g, w in zip(got, wanted, strict=True)), (
+        "a block in BF16: a gradient is not the same bits, or not in BF16"
     )
 
 

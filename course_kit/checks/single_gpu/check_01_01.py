@@ -43,9 +43,14 @@ def check_epochs(one: TokenBatches, three: list[TokenBatches]) -> None:
             joined, alone = torch.cat([next(rank)[0] for rank in three]), next(one)[0]
         except IndexError as error:
             raise AssertionError(f"{where}: {error}. A sample has an epoch, and a place in that epoch") from None
+        ends = 6 * step // 100 != (6 * step + 5) // 100
+        advice = (
+            "The epoch ends inside this batch: ask for the epoch of each sample"
+            if ends
+            else "Rank r takes the r-th block of 2 of these samples, and position moves on by all 6"
+        )
         assert torch.equal(alone, joined), (
-            f"{where}: 3 ranks with batch 2 should see what 1 rank with batch 6 sees. An epoch may end inside a batch: "
-            "ask for the epoch of each sample"
+            f"{where}: 3 ranks with batch 2 should see what 1 rank with batch 6 sees. {advice}"
         )
         seen += joined[:, 0].tolist()
     epochs = [seen[:100], seen[100:200], seen[200:]]

@@ -77,9 +77,22 @@ def odd_model() -> Transformer:
     return model
 
 
+def check_bf16(model: nn.Module) -> None:
+    """Assert the mean over 5 batches of a model in BF16, whose losses are in float32."""
+    device = next(model.parameters()).device
+    with torch.no_grad():
+        drawn = zip(range(5), some_batches(seed=2), strict=False)
+        losses = [loss(model(inputs.to(device)), targets.to(device)).item() for _, (inputs, targets) in drawn]
+    result = training.evaluate(model, some_batches(seed=2), 5)
+    assert result.dtype == torch.float32 and abs(result.item() - sum(losses) / 5) < 1e-4, (
+        f"a model in BF16: the mean loss is {sum(losses) / 5:.5f}, in float32; you return {result.item():.5f} in "
+        f"{result.dtype}: add up losses as they are, in float32"
+    )
+
+
 def check() -> None:
     """Assert the mean over 1 and 3 batches, no reads, no graph, the same memory for both, and that all stays as it was,
-    with gradients switched off and after an error too.
+    with gradients switched off and after an error too; and the mean of a model in BF16.
     """
     tiny, tops = odd_model(), []
     first = next(tiny.parameters())
@@ -105,5 +118,6 @@ def check() -> None:
         f"1 batch needs {tops[0] / MiB:.1f} MiB beside the parameters, 3 batches {tops[1] / MiB:.1f}: what of a batch "
         "is still alive when the next one comes? Its graph, or its logits?"
     )
+    check_bf16(Transformer(PRESETS["debug"]).to(this_device()).bfloat16())
     trial(tiny, 1, some_batches(), grad_mode=False)
     trial(tiny, 2, ends_early())
