@@ -1,7 +1,6 @@
 """Parameters of exercises that have one value in their check, and why no answer can make use of that."""
 
 ONE_VALUE = {
-    "01.11 evaluate model": "it is called and its mode is changed; what it is made of is not looked at",
     "02.6 keep_matmuls kwargs": "of operators: the policy takes them and hands nothing on",
     "02.10 symptoms prof": "a profile's attributes are its settings; the steps in it differ",
     "02.11 marked_training model": "it is called and trained; the losses of four steps are compared",
