@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
 
 from course_kit.figures.style import KINDS, LIGHT, WIDTH, styled
 
@@ -30,9 +31,9 @@ def ways_to_compute(times_ms: Mapping[str, Mapping[int, Mapping[str, float]]]) -
     for ax, (title, by_number) in zip(axes, times_ms.items(), strict=True):
         for name, (color, mark) in WAYS.items():
             ax.plot(list(by_number), [each[name] for each in by_number.values()], f"{mark}-", color=color, label=name)
-        ax.set(xlabel="experts", title=title, xscale="log", yscale="log")
+        ax.set(xlabel="experts", title=title, xscale="log", yscale="log", ylim=(1, None))
         ax.set_xticks(list(by_number), [f"{number}" for number in by_number])
-        ax.minorticks_off()
+        ax.xaxis.set_minor_locator(NullLocator())
     axes[0].set_ylabel("ms")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
     return figure

@@ -42,6 +42,7 @@ def collapse(training: Training) -> Figure:
     axes[2].bar(range(experts), np.sort(share)[::-1], color=[KINDS[0]] + [GRAY] * (experts - 1))
     axes[2].axhline(1 / experts, color="black", linestyle="--", linewidth=1)
     axes[2].set(xlabel="expert, busiest first", title="layer 1, last 10 steps", ylabel="share")
+    axes[2].set_xticks(range(experts))
     return figure
 
 
