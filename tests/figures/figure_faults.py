@@ -3,6 +3,7 @@
 import itertools
 
 import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.text import Text
@@ -31,13 +32,15 @@ def visible_texts(figure: Figure) -> list[Text]:
 
 def pixels(figure: Figure) -> np.ndarray:
     """[height, width, 3], row 0 at the bottom."""
-    figure.canvas.draw()
-    return np.asarray(figure.canvas.buffer_rgba())[::-1, :, :3] / 255
+    canvas = FigureCanvasAgg(figure)  # a closed figure has none that keeps its pixels
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())[::-1, :, :3] / 255
 
 
 def faults(figure: Figure) -> list[str]:
     """Text that is too small, overlaps other text, or has too little contrast; and a figure wider than a column."""
     figure.canvas.draw()
+    figure.set_layout_engine("none")  # the axes stay where they are while the texts are hidden
     found = []
     size = figure.get_tightbbox()
     if size.width > WIDEST_IN:
@@ -47,7 +50,8 @@ def faults(figure: Figure) -> list[str]:
     boxes = []
     for text in texts:
         box = text.get_window_extent()
-        if not canvas.overlaps(box) or text.get_clip_on() and not text.axes.bbox.overlaps(box):
+        clipped = text.axes is not None and text.get_clip_on() and not text.axes.bbox.overlaps(box)
+        if clipped or not canvas.overlaps(box):
             continue
         boxes.append((text, box))
         if text.get_fontsize() < SMALLEST_PT:
