@@ -3,6 +3,7 @@
 import itertools
 
 import numpy as np
+from matplotlib.axis import Tick, XTick
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
@@ -13,6 +14,13 @@ from course_kit.figures.style import contrast
 SMALLEST_PT, WIDEST_IN, LEAST_CONTRAST = 8, 8.6, 4.5
 
 
+def in_view(tick: Tick) -> bool:
+    """A tick beyond the ends of its axis is not drawn."""
+    axis = tick.axes.xaxis if isinstance(tick, XTick) else tick.axes.yaxis
+    low, high = sorted(axis.get_view_interval())
+    return low <= tick.get_loc() <= high
+
+
 def visible_texts(figure: Figure) -> list[Text]:
     """The texts that are drawn."""
     hidden = {id(child) for axes in figure.axes if not axes.axison for child in (axes.xaxis, axes.yaxis)}
@@ -20,6 +28,8 @@ def visible_texts(figure: Figure) -> list[Text]:
 
     def visit(artist) -> None:
         if not artist.get_visible() or id(artist) in hidden:
+            return
+        if isinstance(artist, Tick) and not in_view(artist):
             return
         if isinstance(artist, Text) and artist.get_text().strip():
             found.append(artist)
