@@ -17,7 +17,7 @@ def map_of_layout() -> ipywidgets.VBox:
     """Return a widget: the map of 16 GPUs for a choice of layout, and of the GPU whose groups are colored."""
 
     def draw(layout: str, gpu: int) -> Figure:
-        chosen = Layout.parse(layout)
-        return rank_map([layouts.coordinates(rank, chosen) for rank in range(chosen.ranks)], gpu)
+        parsed = Layout.parse(layout)
+        return rank_map([layouts.coordinates(rank, parsed) for rank in range(parsed.ranks)], gpu)
 
     return redrawn(draw, layout=ipywidgets.Dropdown(options=MAPS), gpu=ipywidgets.IntSlider(5, 0, 15))

@@ -25,29 +25,29 @@ AXES = {  # of a layout; the replicas are dp x cp, and what belongs to no axis a
 
 
 @styled
-def rank_map(coordinates: Sequence[Mapping[str, int]], chosen: int = 0) -> Figure:
-    """Draw all GPUs as boxes, a node of eight per row, and color those that share a group with the chosen one.
+def rank_map(coordinates: Sequence[Mapping[str, int]], gpu: int = 0) -> Figure:
+    """Draw all GPUs as squares, a node of eight per row, and color those that share a group with the chosen one.
 
     coordinates: of each rank, its index along each axis, {"dp": 0, "pp": 1, "cp": 0, "tp": 1}. A colored GPU differs
     from the chosen one along one axis only; gray ones differ along several.
     """
     nodes = -(-len(coordinates) // NODE)
     figure, axes = plt.subplots(figsize=(WIDTH, 0.7 + 0.75 * nodes))
-    own, black = coordinates[chosen], KINDS[4]
-    for rank, place in enumerate(coordinates):
-        differs = [axis for axis in own if own[axis] != place[axis]]
+    reference, black = coordinates[gpu], KINDS[4]
+    for rank, indices in enumerate(coordinates):
+        differs = [axis for axis in reference if reference[axis] != indices[axis]]
         color = black if not differs else AXES[differs[0]] if len(differs) == 1 else LIGHT
         x, y = rank % NODE, rank // NODE
         axes.add_patch(Rectangle((x + 0.03, y + 0.04), 0.94, 0.92, color=color))
-        indices = [f"{axis[0]}{index}" for axis, index in place.items()]
-        text = f"{' '.join(indices[:2])}\n{' '.join(indices[2:])}"
+        words = [f"{axis[0]}{index}" for axis, index in indices.items()]
+        text = f"{' '.join(words[:2])}\n{' '.join(words[2:])}"
         axes.text(x + 0.13, y + 0.5, str(rank), va="center", fontsize=11, color=ink_on(color), weight="bold")
         axes.text(x + 0.7, y + 0.5, text, ha="center", va="center", color=ink_on(color))
     axes.set_yticks([y + 0.5 for y in range(nodes)], [f"node {y}" for y in range(nodes)])
     axes.set(xlim=(0, NODE), ylim=(nodes, 0), xticks=[])
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-    handles = [Patch(color=black, label=f"GPU {chosen}")]
+    handles = [Patch(color=black, label=f"GPU {gpu}")]
     handles += [Patch(color=AXES[axis], label=f"same {axis} group") for axis in ("tp", "cp", "pp", "dp")]
     handles += [Patch(color=LIGHT, label="several differ")]
     figure.legend(handles=handles, loc="outside upper center", ncols=6, handlelength=1.2)
@@ -84,7 +84,7 @@ def layer_rows(shapes: Mapping[str, list[int]], weights: Mapping[str, list[int]]
 
 @styled
 def layer_under_all(shapes: Mapping[str, list[int]], weights: Mapping[str, list[int]], elements: int) -> Figure:
-    """Draw a layer with a mixture on one rank, from the top: its modules as boxes, and what is sent between them.
+    """Draw a layer with a mixture on one rank, from the top: its modules as squares, and what is sent between them.
 
     shapes: the local output shape of each module; weights: the local shapes of the weights, by name; elements: of a
     message between stages.
@@ -142,11 +142,11 @@ def inter_node_traffic(crossing: Mapping[tuple[str, ...], Sequence[int]], total:
     figure, axes = plt.subplots(figsize=(WIDTH, 0.9 + 0.4 * len(crossing)))
     orders = sorted(crossing, key=lambda order: tuple(crossing[order]))
     for number, (size, color) in enumerate(zip(sizes, KINDS, strict=False)):
-        places = [y + 0.4 * number - 0.2 for y in range(len(orders))]
+        positions = [y + 0.4 * number - 0.2 for y in range(len(orders))]
         values = [crossing[order][number] for order in orders]
         label = f"nodes of {size} ranks"
-        axes.barh(places, [value / KB for value in values], 0.38, color=color, label=label)
-        for y, value in zip(places, values, strict=True):
+        axes.barh(positions, [value / KB for value in values], 0.38, color=color, label=label)
+        for y, value in zip(positions, values, strict=True):
             axes.text(value / KB, y, f" {value / total:.0%}", va="center")
     axes.set_yticks(range(len(orders)), [" > ".join(order) for order in orders])
     axes.set(xlabel="kB that leave a node in a step", ylabel="axes, outermost first")

@@ -47,11 +47,11 @@ def memory_of_each_alone(needs: Mapping[str, Parts], limit_gb: float = 80) -> Fi
         for x, number in ((1.13, f"{total:,.0f}"), (1.32, f"{parts['activations'] / GB:,.1f}")):
             axes.text(x, y, number, ha="right", va="center", transform=axes.get_yaxis_transform())
     for x, head in ((1.13, "GB"), (1.32, "of these,\nactivations")):
-        axes.text(x, -0.75, head, ha="right", va="center", transform=axes.get_yaxis_transform(), color=GRAY)
+        axes.text(x, -1.05, head, ha="right", va="center", transform=axes.get_yaxis_transform(), color=GRAY)
     axes.axvline(limit_gb, color=LIMIT, linestyle="--", linewidth=1)
-    axes.text(limit_gb, -0.75, f" {limit_gb:.0f} GB, one H100", color=LIMIT, va="center")
+    axes.text(limit_gb, -1.0, f" {limit_gb:.0f} GB, one H100", color=LIMIT, va="center")
     axes.set_yticks(range(len(needs)), list(needs))
-    axes.set(xscale="log", xlim=(5, 12_000), ylim=(len(needs) - 0.5, -1.1), xlabel="GB on the fullest GPU")
+    axes.set(xscale="log", xlim=(5, 12_000), ylim=(len(needs) - 0.5, -1.4), xlabel="GB on the fullest GPU")
     handles = [Patch(color=fits, label="fits"), Patch(color=exceeds, label="does not fit")]
     figure.legend(handles=handles, loc="outside upper center", ncols=2, handlelength=1.2)
     return figure

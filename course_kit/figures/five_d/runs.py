@@ -14,7 +14,7 @@ from course_kit.figures.style import GRAY, KINDS, LIGHT, LIMIT, WIDTH, ink_on, s
 
 @styled
 def pairs_of_techniques(differences: Mapping[tuple[str, str], float | str], limit: float = 1e-5) -> Figure:
-    """Draw how far each pair of techniques is from one process after a step, as a triangle of boxes.
+    """Draw how far each pair of techniques is from one process after a step, as a triangle of squares.
 
     differences: relative differences by pair, or the reason why there is no layout. limit: the largest difference
     that float32 explains.
@@ -81,8 +81,8 @@ def straggler_delays(runs: Mapping[str, tuple[Sequence[float], Sequence[float]]]
     figure, panels = plt.subplots(1, 2, figsize=(WIDTH, 2.6))
     for number, ((name, columns), color) in enumerate(zip(runs.items(), (LIGHT, KINDS[2]), strict=True)):
         for axes, seconds in zip(panels, columns, strict=True):
-            places = [rank + 0.4 * number - 0.2 for rank in range(len(seconds))]
-            axes.bar(places, [1e3 * s for s in seconds], 0.38, color=color, label=name)
+            positions = [rank + 0.4 * number - 0.2 for rank in range(len(seconds))]
+            axes.bar(positions, [1e3 * s for s in seconds], 0.38, color=color, label=name)
     for axes, title in zip(panels, ("time of a step", "others waited for this rank"), strict=True):
         axes.set(xlabel="rank", ylabel="ms per step", xticks=range(len(columns[0])), title=title)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=2)

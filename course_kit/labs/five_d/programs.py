@@ -30,11 +30,11 @@ WRONG: dict[str, dict[str, Any]] = {  # spec: what else `check_layout` is told
 def refusals() -> dict[str, str]:
     """Return the message of `check_layout` for each of WRONG, by its spec and arguments."""
     messages = {}
-    for text, more in WRONG.items():
+    for text, arguments in WRONG.items():
         try:
-            layouts.check_layout(TINY, Layout.parse(text), **more)
+            layouts.check_layout(TINY, Layout.parse(text), **arguments)
         except ValueError as error:
-            asked = " ".join([text, *(f"{name}={value}" for name, value in more.items())])
+            asked = " ".join([text, *(f"{name}={value}" for name, value in arguments.items())])
             messages[asked] = str(error)
     return messages
 
