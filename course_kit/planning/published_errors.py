@@ -41,12 +41,12 @@ def refused_by_program(runs: list[PublishedRun]) -> dict[str, tuple[int, int]]:
 
 
 def time_ratios(runs: list[PublishedRun]) -> dict[str, tuple[list[float], list[float]]]:
-    """Return predicted over measured step time of each run, by program: with the course's constants, and with the
-    program's own.
+    """Return predicted over measured step time of each run, by program: with the course's constants, and with
+    those of the program.
     """
     ratios: dict[str, tuple[list[float], list[float]]] = {}
     for run in runs:
-        course, own = ratios.setdefault(run.program, ([], []))
+        course, fitted = ratios.setdefault(run.program, ([], []))
         course.append(float(predicted_step(dataclasses.replace(run, program="course")).step_s) / run.step_s)
-        own.append(float(predicted_step(run).step_s) / run.step_s)
+        fitted.append(float(predicted_step(run).step_s) / run.step_s)
     return ratios

@@ -47,13 +47,21 @@ def family(model: str) -> tuple[str, ...]:
     return tuple(name for name in PRESETS if letters[name] == letters[model])
 
 
+Picture = tuple[bytes, str]  # a PNG image, and its width on the screen in pixels
+
+
+def picture_of(figure: Figure) -> Picture:
+    """Return a figure as a picture."""
+    return png(figure), f"{figure.get_figwidth() * figure.dpi:.0f}"
+
+
 @functools.lru_cache(maxsize=16)
-def family_heatmap(models: tuple[str, ...], cluster: str, batch: int, seq: int) -> Figure:
-    """Return the widget's heatmap. It is computed only if an argument has changed."""
+def family_heatmap(models: tuple[str, ...], cluster: str, batch: int, seq: int) -> Picture:
+    """Return the widget's heatmap. It is drawn only if an argument has changed."""
     configs = {name: PRESETS[name] for name in models}
     rows = best_layouts(configs, HEATMAP_NODES, CLUSTERS[cluster], batch, seq, HEATMAP_SETTINGS)
     where = f"{CLUSTERS[cluster].name}; {batch:,} sequences of {seq:,} tokens per step"
-    return figures.heatmap(rows, where, predicted=True)
+    return picture_of(figures.heatmap(rows, where, predicted=True))
 
 
 def answer_in_html(question: Question) -> str:
@@ -76,14 +84,13 @@ def planner_controls() -> dict[str, ipywidgets.ValueWidget]:
     }
 
 
-def show(image: ipywidgets.Image, draw: Callable[[], Figure]) -> str:
-    """Draw a figure into an image. In case of an error, hide the image and return the message."""
+def show(image: ipywidgets.Image, draw: Callable[[], Picture]) -> str:
+    """Show a picture in an image. In case of an error, hide the image and return the message."""
     try:
-        figure = draw()
+        image.value, image.width = draw()
     except ValueError as error:
         image.layout.display = "none"
         return str(error)
-    image.value, image.width = png(figure), f"{figure.get_figwidth() * figure.dpi:.0f}"
     image.layout.display = None
     return ""
 
@@ -109,12 +116,13 @@ def planner() -> ipywidgets.VBox:
         for part in shown:
             part.layout.opacity = "0.3"
 
-        def draw_best() -> Figure:
+        def draw_best() -> Picture:
             answer_text.value = ""
             question = Question(model, PRESETS[model], CLUSTERS[cluster], gpus, batch, seq)
             answer_text.value = answer_in_html(question)
-            found = question.search()
-            return figures.ranking(found, title=title, rows=[row for row, _ in answer_rows(question, found, 8)])
+            ranking = question.search()
+            rows = [row for row, _ in answer_rows(question, ranking, 8)]
+            return picture_of(figures.ranking(ranking, title=title, rows=rows))
 
         wrong = show(best, draw_best)
         best.layout.opacity = answer_text.layout.opacity = None

@@ -15,11 +15,11 @@ from course_kit.figures.style import BLUE, GRAY, KINDS, LIMIT, WIDTH, styled
 from course_lib.best_config.runs import MeasuredRun, Predicted
 
 MODELS = {"1B": (KINDS[0], "o"), "3B": (KINDS[1], "s"), "8B": (KINDS[2], "^"), "80B": (KINDS[3], "D")}
-LAYER = {  # parts of a layer's time: colors of the groups of a step
-    "matrices": TIME_COLORS["matmuls"],
-    "attention": TIME_COLORS["attention"],
-    "other kernels": TIME_COLORS["other kernels"],
-    "tensor parallel": TIME_COLORS["tensor, context parallel"],
+LAYER = {  # parts of a layer's time: label, and the color of the group of a step
+    "matrices": ("matmuls", TIME_COLORS["matmuls"]),
+    "attention": ("attention", TIME_COLORS["attention"]),
+    "other kernels": ("other kernels", TIME_COLORS["other kernels"]),
+    "tensor parallel": ("tensor parallel", TIME_COLORS["tensor, context parallel"]),
 }
 
 
@@ -33,18 +33,18 @@ def tensor_parallel(
     """
     figure, (left, right) = plt.subplots(1, 2, figsize=(WIDTH, 3.1))
     bottom = np.zeros(len(predicted))
-    for name, color in LAYER.items():
+    for name, (label, color) in LAYER.items():
         heights = np.array([parts[name] for parts in predicted.values()])
-        left.bar(range(len(predicted)), heights, bottom=bottom, color=color, edgecolor="white", lw=0.5, label=name)
+        left.bar(range(len(predicted)), heights, bottom=bottom, color=color, edgecolor="white", lw=0.5, label=label)
         bottom = bottom + heights
     sizes = list(predicted)
     left.axvline(sizes.index(node) + 0.5, color=GRAY, linestyle="--", linewidth=1)
     left.text(sizes.index(node) + 0.4, 1.08 * bottom.max(), "leaves the node", ha="right", va="center", color=GRAY)
     left.set_xticks(range(len(sizes)), [str(tp) for tp in sizes])
     left.set(xlabel="tp", ylabel="ms per layer, forward and backward", title="predicted", ylim=(0, 1.15 * bottom.max()))
-    for place, speeds in enumerate(measured.values()):
-        right.plot([place] * len(speeds), speeds, "o", color=GRAY, markersize=4, alpha=0.6, markeredgewidth=0)
-        right.plot(place, max(speeds), "_", color="black", markersize=24, markeredgewidth=2)
+    for position, speeds in enumerate(measured.values()):
+        right.plot([position] * len(speeds), speeds, "o", color=GRAY, markersize=4, alpha=0.6, markeredgewidth=0)
+        right.plot(position, max(speeds), "_", color="black", markersize=24, markeredgewidth=2)
     right.set_xticks(range(len(measured)), [str(tp) for tp in measured])
     right.set(
         xlabel="tp", ylabel="tokens/s per GPU", ylim=(0, None), title="measured", xlim=(-0.6, len(measured) - 0.4)
@@ -109,8 +109,8 @@ def cell_errors(cells: Sequence[Mapping]) -> Figure:
     """
     figure, axes = plt.subplots(figsize=(WIDTH, 2.9))
     for shift, (name, color) in enumerate((("tokens/s", KINDS[0]), ("peak memory", KINDS[2]))):
-        places = np.arange(len(cells)) + 0.4 * shift - 0.2
-        axes.bar(places, [100 * cell[name] for cell in cells], 0.38, color=color, label=name)
+        positions = np.arange(len(cells)) + 0.4 * shift - 0.2
+        axes.bar(positions, [100 * cell[name] for cell in cells], 0.38, color=color, label=name)
     axes.set_xticks(range(len(cells)), [f"{cell['model']}\n{cell['nodes']}" for cell in cells])
     axes.set(ylabel="median error, %", xlabel="model, and nodes below", xlim=(-0.7, len(cells) - 0.3))
     figure.legend(loc="outside upper center", ncols=2)
@@ -125,15 +125,15 @@ def published_errors(ratios: Mapping[str, tuple[Sequence[float], Sequence[float]
     """
     figure, axes = plt.subplots(figsize=(WIDTH, 1.2 + 0.5 * len(ratios)))
     for y, columns in enumerate(ratios.values()):
-        for shift, color, found in zip((-0.17, 0.17), (GRAY, BLUE), columns, strict=True):
-            axes.scatter(found, np.full(len(found), y + shift), 26, alpha=0.5, edgecolors="none", color=color)
+        for shift, color, values in zip((-0.17, 0.17), (GRAY, BLUE), columns, strict=True):
+            axes.scatter(values, np.full(len(values), y + shift), 26, alpha=0.5, edgecolors="none", color=color)
     axes.axvline(1, color="black", linewidth=1)
     ticks = (0.2, 0.3, 0.5, 0.7, 1, 1.4, 2)
     axes.set(xscale="log", xlabel="predicted / measured time of a step", ylim=(len(ratios) - 0.5, -0.5))
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_yticks(range(len(ratios)), [f"{name}, {len(own)} runs" for name, (_, own) in ratios.items()])
-    labels = (("the course's constants", GRAY), ("the program's own", BLUE))
+    axes.set_yticks(range(len(ratios)), [f"{name}, {len(fitted)} runs" for name, (_, fitted) in ratios.items()])
+    labels = (("the course's constants", GRAY), ("the constants of the program", BLUE))
     handles = [Line2D([], [], color=color, marker="o", linestyle="", label=label) for label, color in labels]
     figure.legend(handles=handles, loc="outside upper center", ncols=2)
     return figure

@@ -9,6 +9,7 @@ name must be of one model, not of a variant with other sizes.
 from __future__ import annotations
 
 import math
+import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -19,7 +20,7 @@ from matplotlib.patches import Rectangle
 
 from course_kit.figures.style import BLUE, LIGHT, WIDTH, ink_on, styled
 
-PER_LINE = 2  # degrees
+LETTERS = 11  # of a line in a cell
 SHADES = LinearSegmentedColormap.from_list("shades", ["white", BLUE])
 AXES = ("nodes", "ranks")
 DEGREES = ("dp", "pp", "cp", "tp", "ep")
@@ -32,13 +33,10 @@ def ranks_of(row: dict) -> int:
 
 
 def layout_label(row: dict) -> str:
-    """Return a row's layout in lines: the degrees above 1, at most two per line, and ZeRO's stage and the
-    micro-batch.
-    """
+    """Return a row's layout in lines: the degrees above 1, and ZeRO's stage and the micro-batch."""
     degrees = [f"{name}{row[name]}" for name in DEGREES if row.get(name, 1) > 1] or ["dp1"]
-    lines = [degrees[i : i + PER_LINE] for i in range(0, len(degrees), PER_LINE)]
-    lines.append([f"{word}{row[name]}" for name, word in SHOWN.items() if row[name]])
-    return "\n".join(" ".join(line) for line in lines if line)
+    settings = [f"{word}{row[name]}" for name, word in SHOWN.items() if row[name]]
+    return "\n".join([*textwrap.wrap(" ".join(degrees), LETTERS), " ".join(settings)])
 
 
 def known(value: object) -> bool:
@@ -123,7 +121,7 @@ def heatmap(rows: Sequence[dict], source: str, across: str = "nodes", predicted:
     axes.set_yticks(range(len(models)), models)
     axes.set_xlabel(across)
     quantity = ("predicted " if predicted else "") + ("MFU" if by_mfu else "tokens/s per rank")
-    runs = "" if predicted else f"{len(rows):,} runs: "
+    runs = "" if predicted else "1 run: " if len(rows) == 1 else f"{len(rows):,} runs: "
     axes.set_title(f"{source}\n{runs}the fastest layout of each cell, and its {quantity}")
     figure.colorbar(image, ax=axes, label="MFU, %" if by_mfu else "% of the row's best")
     return figure

@@ -39,7 +39,8 @@ TIME = {  # a group: its parts of `Estimate.time`; each color is that of the sam
 TIME_COLORS = dict(
     zip(TIME, (BLUE, PHASES["weight gradient"], BROWN, PURPLE, ORANGE, GREEN, LIGHT, KINDS[4]), strict=True)
 )
-MEMORY_COLORS = {name: color for name, color in MEMORY.items() if name != "temporary"} | {"other": BROWN}
+MEMORY_COLORS = {name: color for name, color in MEMORY.items() if name != "temporary"}
+MEMORY_COLORS |= {"logits": PHASES["weight gradient"], "other": BROWN}
 
 
 def time_groups(parts: Mapping) -> dict[str, list[str]]:
@@ -54,7 +55,7 @@ def time_groups(parts: Mapping) -> dict[str, list[str]]:
 
 def memory_groups(parts: Mapping) -> dict[str, list[str]]:
     """Return the parts of a memory by group: those with a color of their own, and the others."""
-    groups = {name: [name] for name in MEMORY if name in parts}
+    groups = {name: [name] for name in MEMORY_COLORS if name in parts}
     return groups | {"other": [name for name in parts if name not in groups]}
 
 
@@ -71,7 +72,7 @@ def in_groups(parts: Mapping, groups: Mapping[str, Sequence[str]], rows: Sequenc
 def memory_of_layouts(estimates: Mapping[str, Estimate]) -> Figure:
     """Draw the memory of the fullest GPU by part, one bar per layout, and the usable memory. estimates: by layout."""
     figure, axes = plt.subplots(figsize=(WIDTH, 1 + 0.28 * len(estimates)))
-    used, longest = [], 150.0
+    used: list[str] = []
     for y, each in enumerate(estimates.values()):
         left = 0.0
         for group, names in memory_groups(each.memory).items():
@@ -79,14 +80,14 @@ def memory_of_layouts(estimates: Mapping[str, Estimate]) -> Figure:
             axes.barh(y, size, 0.75, left=left, color=MEMORY_COLORS[group], edgecolor="white", linewidth=0.5)
             used += [group] if size > 0 and group not in used else []
             left += size
-        axes.text(min(left, longest - 10), y, f" {left:,.0f}", va="center")
+        axes.text(1.06, y, f"{left:,.0f}", ha="right", va="center", transform=axes.get_yaxis_transform())
     usable = float(each.usable_bytes) / GIB
     axes.axvline(usable, color=LIMIT, linestyle="--", linewidth=1)
     axes.set_yticks(range(len(estimates)), list(estimates))
-    axes.set(xlim=(0, longest), xlabel=f"GiB on the fullest GPU; dashed: usable, {usable:.0f} GiB")
+    axes.set(xlabel=f"GiB on the fullest GPU; dashed: usable, {usable:.0f} GiB")
     axes.invert_yaxis()
     handles = [Patch(color=MEMORY_COLORS[group], label=group) for group in used]
-    figure.legend(handles=handles, loc="outside upper center", ncols=5, handlelength=1.2)
+    figure.legend(handles=handles, loc="outside upper center", ncols=6, handlelength=1.2)
     return figure
 
 

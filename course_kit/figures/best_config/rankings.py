@@ -67,7 +67,7 @@ def draw_bars(axes: Axes, parts: dict[str, np.ndarray], colors: dict[str, str]) 
 
 
 @styled
-def ranking(found: Ranking, n: int = 8, title: str = "", rows: list[int] | None = None) -> Figure:
+def ranking(result: Ranking, n: int = 8, title: str = "", rows: list[int] | None = None) -> Figure:
     """Draw the n fastest layouts that differ, or these `rows` of the ranking: seconds per step by part, with tokens/s
     per GPU and MFU; and GiB of the fullest GPU by part, beside its usable memory.
 
@@ -75,9 +75,9 @@ def ranking(found: Ranking, n: int = 8, title: str = "", rows: list[int] | None 
     """
     if n < 1:
         raise ValueError(f"n={n}: expected 1 or more")
-    if not len(found.order):
-        raise ValueError("no layout fits: " + "; ".join(f"{n:,} {why}" for why, n in reasons_of(found).items()))
-    rows, e = distinct(found, n) if rows is None else rows, found.estimate
+    if not len(result.order):
+        raise ValueError("no layout fits: " + "; ".join(f"{n:,} {why}" for why, n in reasons_of(result).items()))
+    rows, e = distinct(result, n) if rows is None else rows, result.estimate
     figure, panels = plt.subplots(1, 2, figsize=(WIDTH, 1.8 + 0.42 * len(rows)), sharey=True, width_ratios=(1.25, 1))
     time_axes, memory_axes = panels
     seconds = draw_bars(time_axes, in_groups(e.time, time_groups(e.time), rows), TIME_COLORS)
@@ -91,7 +91,7 @@ def ranking(found: Ranking, n: int = 8, title: str = "", rows: list[int] | None 
     for y, size in enumerate(sizes):
         memory_axes.text(max(size, usable), y, f"  {size:.1f}", va="center")
     memory_axes.set(xlim=(0, 1.2 * max(usable, sizes.max())), xlabel=f"GiB of the fullest GPU; usable: {usable:.0f}")
-    time_axes.set_yticks(range(len(rows)), [two_lines(found.table[row]) for row in rows])
+    time_axes.set_yticks(range(len(rows)), [two_lines(result.table[row]) for row in rows])
     time_axes.set_ylim(len(rows) - 0.5, -0.5)
     memory_axes.tick_params(axis="y", length=0)
     for axes in panels:
@@ -101,16 +101,16 @@ def ranking(found: Ranking, n: int = 8, title: str = "", rows: list[int] | None 
 
 
 @styled
-def rejections(found: Ranking) -> Figure:
+def rejections(result: Ranking) -> Figure:
     """Draw how many layouts each rule rejects and how many fit, one bar each on a logarithmic axis. A layout counts
     once, for the first rule that it breaks.
     """
-    counts_by_reason = {"fits": len(found.order)} | reasons_of(found)
+    counts_by_reason = {"fits": len(result.order)} | reasons_of(result)
     names, counts = list(counts_by_reason), list(counts_by_reason.values())
     lines = [textwrap.fill(name, 54, break_on_hyphens=False) for name in names]
     height = sum(0.2 + 0.15 * line.count("\n") for line in lines)
     figure, axes = plt.subplots(figsize=(WIDTH, 0.8 + 1.25 * height))
-    axes.barh(range(len(names)), counts, color=[KINDS[0], *[LIGHT] * len(found.rejected)])
+    axes.barh(range(len(names)), counts, color=[KINDS[0], *[LIGHT] * len(result.rejected)])
     for y, count in enumerate(counts):
         axes.text(max(count, 0.5), y, f" {count:,}", va="center")
     axes.set(xscale="log", xlim=(0.5, 6 * max(counts)), xlabel="layouts, by the first rule that each breaks")
