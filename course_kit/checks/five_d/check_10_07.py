@@ -20,7 +20,7 @@ from course_lib.single_gpu.profile import MemoryProfile
 
 CASES = (
     ("cp2,tp2,sp,zero2,mb8", None, SHALLOW, 1),
-    ("dp2,pp2,mb2", None, TINY, 1),
+    ("cp2,pp2,mb4", None, TINY, 1),
     ("dp2,pp2,zero3,keep,mb2", None, TINY, 1),
     ("dp4,ep2,zero1,mb2", MOE, SHALLOW, 2),
 )
@@ -33,6 +33,7 @@ class Narrow(NamedTuple):
     dtypes: set[torch.dtype]  # of gradients' sums, and of what the optimizer updates
     optimizer: tuple[str, float]  # its class and lr
     decays: tuple[float, ...]  # weight_decay of the parameter groups, the largest first
+    told: torch.dtype  # of the ParallelModel
 
 
 class RankResult(NamedTuple):
@@ -61,12 +62,18 @@ def narrowed(layout: Layout, mesh: Mesh, config: ModelConfig, moe: dict | None) 
         parts = [part for unit in getattr(parallel.sharding, "units", ()) for part in unit.flat_params]
         used, summed = {part.buffer.values.dtype for part in parts}, {part.reduce_dtype for part in parts}
     else:
-        used = {weight.dtype for weight in parallel.stages.parameters()}
+        for hook in filter(None, [parallel.runner.before_step]):
+            hook()
+        used = {weight.dtype for weight in parallel.stages.parameters()}  # as a step has them
+        for hook in filter(None, [parallel.runner.after_step]):
+            hook()
         summed = {each.gradient.dtype for each in getattr(parallel.sharding, "gradients", ())}
     inner = getattr(parallel.optimizer, "optimizer", parallel.optimizer)
     updated = {weight.dtype for group in inner.param_groups for weight in group["params"]}
     decays = sorted({group["weight_decay"] for group in inner.param_groups}, reverse=True)
-    return Narrow(used, summed | updated, (type(inner).__name__, inner.param_groups[0]["lr"]), tuple(decays))
+    return Narrow(
+        used, summed | updated, (type(inner).__name__, inner.param_groups[0]["lr"]), tuple(decays), parallel.dtype
+    )
 
 
 def parallelize_trial(text: str, moe: dict | None, config: ModelConfig, steps: int) -> RankResult:
@@ -105,20 +112,21 @@ def check() -> None:
                 f"{at}: {report.states:,} elements in the optimizer's states; with the states sharded, "
                 f"{report.most:,.0f} at most"
             )
-            assert text != "dp2,pp2,mb2" or report.summed == 4, (
-                f"{at}: dp 2 x the two stages that have the embedding add up its gradient, not {report.summed} ranks"
+            assert text != "cp2,pp2,mb4" or report.summed == 4, (
+                f"{at}: cp 2 x the two stages that have the embedding add up its gradient, not {report.summed} ranks"
             )
             assert zero not in (1, 2) or report.stage == zero, f"{at}: gradients are sharded as in stage {report.stage}"
-            used, dtypes, (name, lr), decays = report.narrow
+            used, dtypes, (name, lr), decays, told = report.narrow
             assert (name, lr, decays[0]) == ("SGD", 0.25, 0.5), (
                 f"{at}: for optimizer_cls=torch.optim.SGD, lr=0.25, weight_decay=0.5 it makes {name}, with lr "
                 f"{lr} and weight_decay {decays[0]}: are optimizer_cls and **settings passed on?"
             )
             assert decays == (0.5, 0.0), f"{at}: norms decay as matrices do: does it get decay_groups(runner.stages)?"
-            assert not zero or used == {torch.bfloat16} and dtypes == {torch.float32}, (
-                f"{at}, dtype bfloat16: the stages compute with {used}; gradients' sums and the optimizer's weights "
-                f"are {dtypes}, not float32"
+            assert used == {torch.bfloat16} and dtypes == {torch.float32}, (
+                f"{at}, dtype bfloat16: the stages compute with {used}, and should with bfloat16; gradients' sums and "
+                f"the optimizer's weights are {dtypes}, and should be float32"
             )
+            assert told == torch.bfloat16, f"{at}, dtype bfloat16: the ParallelModel has {told}: pass `dtype` on"
         numbers, weights = differences([report.steps for report in of_ranks], text, moe, steps, config)
         assert numbers < 1e-5, f"{text}: losses or norms are {numbers:.1e} away from one process's"
         assert weights < 1e-5, f"{text}: weights after step {steps} are {weights:.1e} away from one process's"
