@@ -849,6 +849,9 @@ return grown // start * start => return grown
 # %% 10.11 a quarter at a time
 (full - start) * (step - 1) // max(1, ramp) => (full - start) // 4 * (4 * (step - 1) // max(1, ramp))
 
+# %% 10.11 a ramp that rounds to the nearest
+grown // start * start => round(grown / start) * start
+
 # %% 10.12 only the last number is looked at
 for number in range(oldest, newest + 1): => for number in range(newest, newest + 1):
 
