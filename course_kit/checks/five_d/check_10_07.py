@@ -33,7 +33,7 @@ class Narrow(NamedTuple):
     dtypes: set[torch.dtype]  # of gradients' sums, and of what the optimizer updates
     optimizer: tuple[str, float]  # its class and lr
     decays: tuple[float, ...]  # weight_decay of the parameter groups, the largest first
-    told: torch.dtype  # of the ParallelModel
+    stated: torch.dtype  # of the ParallelModel
 
 
 class RankResult(NamedTuple):
@@ -116,7 +116,7 @@ def check() -> None:
                 f"{at}: cp 2 x the two stages that have the embedding add up its gradient, not {report.summed} ranks"
             )
             assert zero not in (1, 2) or report.stage == zero, f"{at}: gradients are sharded as in stage {report.stage}"
-            used, dtypes, (name, lr), decays, told = report.narrow
+            used, dtypes, (name, lr), decays, stated = report.narrow
             assert (name, lr, decays[0]) == ("SGD", 0.25, 0.5), (
                 f"{at}: for optimizer_cls=torch.optim.SGD, lr=0.25, weight_decay=0.5 it makes {name}, with lr "
                 f"{lr} and weight_decay {decays[0]}: are optimizer_cls and **settings passed on?"
@@ -126,7 +126,7 @@ def check() -> None:
                 f"{at}, dtype bfloat16: the stages compute with {used}, and should with bfloat16; gradients' sums and "
                 f"the optimizer's weights are {dtypes}, and should be float32"
             )
-            assert told == torch.bfloat16, f"{at}, dtype bfloat16: the ParallelModel has {told}: pass `dtype` on"
+            assert stated == torch.bfloat16, f"{at}, dtype bfloat16: the ParallelModel has {stated}: pass `dtype` on"
         numbers, weights = differences([report.steps for report in of_ranks], text, moe, steps, config)
         assert numbers < 1e-5, f"{text}: losses or norms are {numbers:.1e} away from one process's"
         assert weights < 1e-5, f"{text}: weights after step {steps} are {weights:.1e} away from one process's"

@@ -140,7 +140,7 @@ def layer_text(layer: Layer, messages: list[int]) -> str:
         lines.append(f"{module:16s}{out!s:18s}{name:31s}{shape!s}".rstrip())
     lines.append("rank 0 sends in the group:")
     lines += [f"   {name:10s}{count:4d} calls{size:10,d} bytes" for name, (count, size) in layer.sent.items()]
-    lines.append(f"with pp 2 in place of dp 2, a message between stages has {messages} bytes")
+    lines.append(f"with pp 2 in place of dp 2, a message between stages has {', '.join(map(str, messages))} bytes")
     return "\n".join(lines)
 
 
