@@ -1,7 +1,7 @@
 """Figures of notebook 14b: errors of FP8 numbers and sums, a layer in 8 bits, and training with it."""
 
 from course_kit.figures.fp8.drawings import data_flow, operand_blocks, ranks_of_a_layout
-from course_kit.figures.fp8.numbers import errors_by_scale, fp8_speedup, outlier_errors, speedups, sum_errors
+from course_kit.figures.fp8.numbers import errors_by_scale, outlier_errors, speedups, sum_errors
 from course_kit.figures.fp8.training import (
     gaps_by_learning_rate,
     layer_errors,
@@ -14,7 +14,6 @@ from course_kit.figures.fp8.training import (
 __all__ = [
     "data_flow",
     "errors_by_scale",
-    "fp8_speedup",
     "gaps_by_learning_rate",
     "layer_errors",
     "losses_with_outliers",

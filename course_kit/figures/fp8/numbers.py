@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
@@ -11,17 +10,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from course_kit.figures.style import GRAY, KINDS, LIGHT, WIDTH, styled
+from course_kit.labs.fp8 import ScaleErrors, fp8_speedup
 
 FORMATS = {"E4M3": (KINDS[3], "-"), "E5M2": (KINDS[1], "--")}
 WAYS = [(KINDS[4], ":"), (KINDS[2], "-"), (KINDS[1], "--"), (KINDS[0], "-.")]  # to quantize
-
-
-class ScaleErrors(NamedTuple):
-    """Relative errors of a tensor in a format, by its scale."""
-
-    factors: Sequence[float]  # scales, as multiples of max / largest number of the format
-    errors: Sequence[float]
-    unscaled: tuple[float, float]  # the factor that is a scale of 1, and its error
 
 
 def power_of_two_axis(ax: Axes, label: str) -> None:
@@ -80,18 +72,6 @@ def sum_errors(
     axes[0].set(ylabel="relative error of the sum")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
     return figure
-
-
-def fp8_speedup(
-    m: int, n: int, k: int, cast_bytes: float, bf16: float = 989e12, fp8: float = 1979e12, bandwidth: float = 3.35e12
-) -> float:
-    """Return the time of a linear layer's three matmuls in BF16 over that in FP8 with its casts: a bound from data
-    sheets.
-
-    cast_bytes: bytes moved per number; bf16, fp8: FLOP/s; bandwidth: bytes/s of memory.
-    """
-    flops = 6 * m * n * k
-    return (flops / bf16) / (flops / fp8 + cast_bytes * (m * k + n * k + m * n) / bandwidth)
 
 
 @styled

@@ -104,7 +104,7 @@ def second_moment_losses(losses: Mapping[float, Mapping[str, Sequence[float]]]) 
 
 @styled
 def spike_gaps(gaps: Mapping[str, Sequence[float]], spike: int = 4) -> Figure:
-    """Return the loss less BF16's by step after the switch to FP8, a line per kind of scales; a line marks the spike."""
+    """Return the loss less BF16's by step after the switch to FP8, a line per kind of scales, and the spike."""
     figure, ax = plt.subplots(figsize=(WIDTH, 3))
     ax.axvline(spike, color=LIGHT, linewidth=4, label="the spike")
     for (name, values), (color, style) in zip(gaps.items(), (RECIPES[1], RECIPES[0], RECIPES[2]), strict=True):
