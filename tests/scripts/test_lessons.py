@@ -191,7 +191,9 @@ def test_every_exercise_has_one_check_and_its_answer_goes_into_the_library(path,
 def test_what_is_exported_is_called(path, cells):
     """The library, another exercise, a figure or a lab calls every exported function."""
     callers = [
-        file.read_text() for folder in ("course_lib", "course_kit/labs", "course_kit/figures") for file in (ROOT / folder).rglob("*.py")
+        file.read_text()
+        for folder in ("course_lib", "course_kit/labs", "course_kit/figures")
+        for file in (ROOT / folder).rglob("*.py")
     ]
     called = {
         node.attr if isinstance(node, ast.Attribute) else node.id
