@@ -118,10 +118,10 @@ def median_repeats(results: list[dict[str, list[Run]]]) -> dict[str, tuple[Spans
 
 def overlap_saves(medians: dict[str, tuple[Spans, list[tuple[str, float, float]]]]) -> str:
     """Return the times of a pair, one after the other and at the same time, and what that makes of DualPipe's cost."""
-    apart, together = (max(end for _, end in medians[way][0].values()) for way in WAYS)
-    ratio = together / apart
+    apart, overlapped = (max(end for _, end in medians[way][0].values()) for way in WAYS)
+    ratio = overlapped / apart
     costs = [float(simulate(dualpipe(8, 20), t_pair=each).cost) for each in (3, 3 * ratio)]
     return (
-        f"t_F + t_B {apart:.0f} ms, t_FB {together:.0f} ms: {ratio:.2f}\n"
+        f"t_F + t_B {apart:.0f} ms, t_FB {overlapped:.0f} ms: {ratio:.2f}\n"
         f"DualPipe, p = 8, m = 20: cost {costs[0]:.1f} without overlap, {costs[1]:.1f} at this t_FB (all times 1)"
     )
