@@ -26,6 +26,9 @@ def check() -> None:
     ):
         result = tied_weights.owner_ranks(schedule, stages)
         assert result == wanted, f"owner_ranks, {why}: {result}, not {wanted}"
+    mixed = [Action(*each) for each in (("F", 0, 0), ("F", 0, 1), ("I", 0, 0), ("W", 0, 0), ("B", 0, 1))]
+    final = tied_weights.final_backwards(linears(0), mixed)
+    assert final == {4}, f"{mixed}: {sorted(final)}, not [4]: a stage may have W's and B's, and its last one is a B"
     for schedule in (zero_bubble_v(4, 8), zero_bubble_v(4, 9)):
         actions = schedule[0]
         last = {max(i for i, a in enumerate(actions) if a.stage == stage and a.kind in "BW") for stage in (0, 7)}
