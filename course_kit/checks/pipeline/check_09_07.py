@@ -10,7 +10,7 @@ from course_lib.pipeline.actions import Action, Overlapped
 
 TIMES = (1, 1, 1), (3, 2, 5), (Fraction(1, 3), Fraction(2, 7), 1)  # of F, I and W
 SPLIT = [[Action(kind, stage, 0) for kind in "FIW"] for stage in range(2)]  # stage 0 on rank 0, 1 on rank 1
-TURNED = [[Action(kind, stage, 0) for kind in "FB"] for stage in (1, 0)]  # stage 0 on rank 1, 1 on rank 0
+RANKS_SWAPPED = [[Action(kind, stage, 0) for kind in "FB"] for stage in (1, 0)]  # stage 0 on rank 1, 1 on rank 0
 IN_A_V = [
     [Action(kind, stage, 0) for kind, stage in (("F", 0), ("F", 3), ("B", 3), ("B", 0))],
     [Action(kind, stage, 0) for kind, stage in (("F", 1), ("F", 2), ("B", 2), ("B", 1))],
@@ -18,7 +18,7 @@ IN_A_V = [
 PLACED = (  # schedule, t_comm, when all is done, why
     (SPLIT, 0, 5, "an I waits for the I of the stage after, as a B does"),
     (SPLIT, 2, 9, "what an I makes travels as what a B makes does; a W needs what its own rank has made"),
-    (TURNED, 5, 16, "stage 0 may be on another rank than 0: note the rank of each forward"),
+    (RANKS_SWAPPED, 5, 16, "stage 0 may be on another rank than 0: note the rank of each forward"),
     (IN_A_V, 5, 32, "stages 0 and 3 on rank 0, 1 and 2 on rank 1: what another rank has made travels, by rank_of"),
 )
 PAIR = [  # on rank 1 of three
@@ -61,9 +61,9 @@ def check() -> None:
         done = simulate(schedule, 1, 1, 1, t_comm).makespan
         assert done == end, f"{schedule}, t_comm = {t_comm}: all done at {done}, not {end}: {why}"
     in_pairs = [Action("F", 0, 0), Overlapped("F", 0, 1), Action("B", 0, 0), Action("B", 0, 1)]
-    for t_pair, end in ((None, 6.0), (2.5, 5.5)):
+    for t_pair, last in ((None, 6.0), (2.5, 5.5)):
         done = simulate([in_pairs], 1, 1, 1, 0, t_pair).makespan
-        assert done == end, f"a pair, t_pair = {t_pair}: all done at {done}, not {end}: F, the pair, B"
+        assert done == last, f"a pair, t_pair = {t_pair}: all done at {done}, not {last}: F, the pair, B"
     for f, i, end, why in (([5, 1, 1], [1, 1, 1], 20, "its F"), ([2, 1, 1], [1, 1, 4], 22, "its B")):
         done = simulate(PAIR, f, i, 1).makespan
         assert done == end, (
