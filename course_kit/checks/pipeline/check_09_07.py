@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from fractions import Fraction
 
+from course_kit.checks.pipeline.lists import listed
 from course_lib.pipeline import schedules, simulation
 from course_lib.pipeline.actions import Action, Overlapped
 
@@ -59,7 +60,7 @@ def check() -> None:
     assert simulate(ONE_RANK, 1, 1, 1, 5).makespan == 6, "what the same rank has made need not travel"
     for schedule, t_comm, end, why in PLACED:
         done = simulate(schedule, 1, 1, 1, t_comm).makespan
-        assert done == end, f"{schedule}, t_comm = {t_comm}: all done at {done}, not {end}: {why}"
+        assert done == end, f"{listed(schedule)}; t_comm = {t_comm}: all done at {done}, not {end}: {why}"
     in_pairs = [Action("F", 0, 0), Overlapped("F", 0, 1), Action("B", 0, 0), Action("B", 0, 1)]
     for t_pair, last in ((None, 6.0), (2.5, 5.5)):
         done = simulate([in_pairs], 1, 1, 1, 0, t_pair).makespan
@@ -67,8 +68,8 @@ def check() -> None:
     for f, i, end, why in (([5, 1, 1], [1, 1, 1], 20, "its F"), ([2, 1, 1], [1, 1, 4], 22, "its B")):
         done = simulate(PAIR, f, i, 1).makespan
         assert done == end, (
-            f"{PAIR}, t_f = {f}, t_i = {i}: all done at {done}, not {end}: the pair begins when both of its inputs are "
-            f"there, and the later one is that of {why}"
+            f"{listed(PAIR)}; rank 1's second F and first B are a pair; t_f = {f}, t_i = {i}: all done at {done}, not "
+            f"{end}: a pair begins when both of its inputs are there, and the later one is that of {why}"
         )
     start = time.process_time()
     large = simulate(schedules.one_f_one_b(64, 1024))
