@@ -29,7 +29,7 @@ def norm_gradients(
 
 def run_norm(
     dy: torch.Tensor, dsum: torch.Tensor | None, summed: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor,
-    programs: int, together: int = 2, stages: int = 1,
+    programs: int, rows_at_once: int = 2, stages: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return dx and parts of the kernel, with `together` rows at a time in each of `programs` programs."""
     rows, hidden = summed.shape
@@ -38,7 +38,7 @@ def run_norm(
     strides = dy.stride(0), 0 if dsum is None else dsum.stride(0), summed.stride(0)
     block = max(16, triton.next_power_of_2(hidden))
     norm_kernels.norm_backward_kernel[(programs,)](
-        dy, dsum, summed, weight, rstd, dx, parts, *strides, rows, hidden, ROWS=together, BLOCK=block, STAGES=stages
+        dy, dsum, summed, weight, rstd, dx, parts, *strides, rows, hidden, ROWS=rows_at_once, BLOCK=block, STAGES=stages
     )
     return dx, parts
 
@@ -50,8 +50,8 @@ def check() -> None:
         dsum = gradient if with_sum else None
         weight, rstd = torch.rand(hidden) + 0.5, torch.rsqrt(summed.float().pow(2).mean(-1) + 1e-5)
         wanted_dx, wanted_dw = norm_gradients(dy, dsum, summed, weight)
-        for programs, together, stages in ((1, 2, 1), (3, 2 if hidden == 64 else 1, 2)):
-            given = dy, dsum, summed, weight, rstd, programs, together, stages
+        for programs, rows_at_once, stages in ((1, 2, 1), (3, 2 if hidden == 64 else 1, 2)):
+            given = dy, dsum, summed, weight, rstd, programs, rows_at_once, stages
             dx, parts = run_guarded(norm_kernels.norm_backward_kernel, run_norm, *given)
             case = f"{rows} rows of {hidden}, {dtype}, {programs} programs, {'with' if with_sum else 'without'} dsum"
             assert_near(dx, wanted_dx, f"{case}: dx", factor=16, least=1)
@@ -59,5 +59,5 @@ def check() -> None:
             assert not nan, f"{case}: {nan} elements of parts are NaN: each program stores its full row of parts"
             error = ((parts.double().sum(0) - wanted_dw).abs().max() / wanted_dw.abs().max()).item()
             assert error < 1e-5, f"{case}: the rows of parts add up to dw; yours miss it by {error:.2g} of its largest"
-            used, most = int((parts.abs().sum(1) > 0).sum()), min(programs, -(-rows // together))
+            used, most = int((parts.abs().sum(1) > 0).sum()), min(programs, -(-rows // rows_at_once))
             assert used == most, f"{case}: {used} had rows to work on, not {most}: deal the rows out to all of them"
