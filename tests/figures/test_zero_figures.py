@@ -9,7 +9,7 @@ from course_kit.figures import zero as figures
 from course_kit.figures.style import KINDS, MEMORY, RANKS
 from course_kit.figures.zero.drawings import GATHER, SCATTER
 from course_kit.labs.collectives import published
-from course_kit.labs.zero import STATES
+from course_kit.labs.zero import STATES, gather_ratios
 from course_kit.widgets.zero import states_widget
 from course_lib.recompute.profiling import Span
 from course_lib.single_gpu.memory import POLICIES, param_count, state_bytes
@@ -73,7 +73,9 @@ DRAWN = {
     "arenas": lambda: figures.arenas({name: profile([16, 64, 8, 32]) for name in ("nothing", "checkpoints", "both")}),
     "fits_by_stage": lambda: figures.fits_by_stage("llama3-8B", (1024, 4096, 16384)),
     "states_by_stage": figures.states_by_stage,
-    "gather_over_forward": lambda: figures.gather_over_forward((4096, 8192, 16384)),
+    "gather_over_forward": lambda: figures.gather_over_forward(
+        {tokens: gather_ratios(tokens) for tokens in (4096, 8192, 16384)}
+    ),
 }
 
 

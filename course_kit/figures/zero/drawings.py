@@ -7,7 +7,7 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from course_kit.figures.boxes import arrow, box, drawing, lane
+from course_kit.figures.rectangles import arrow, drawing, lane, rectangle
 from course_kit.figures.style import GRAY, LIGHT, MEMORY, PHASES, RANKS, WIDTH, styled
 
 GATHER = PHASES["communication"]
@@ -45,10 +45,10 @@ def flat_buffer() -> Figure:
     drawing(ax, (-0.5, 41), (-1.7, 1.9))
     start = 0
     for i, (name, size) in enumerate({"weight 0": 15, "bias": 3, "weight 1": 16, "norm": 3, "pad": 3}.items()):
-        box(ax, start, 0.3, (size - 0.1, 0.7), name, LIGHT if name == "pad" else (GRAY, "#444444")[i % 2])
+        rectangle(ax, start, 0.3, (size - 0.1, 0.7), name, LIGHT if name == "pad" else (GRAY, "#444444")[i % 2])
         start += size
     for rank in range(4):
-        box(ax, 10 * rank, -0.7, (9.9, 0.7), f"owned by rank {rank}", RANKS[rank])
+        rectangle(ax, 10 * rank, -0.7, (9.9, 0.7), f"owned by rank {rank}", RANKS[rank])
     for cut in range(0, 41, 10):
         ax.text(cut, -1.3, f"{cut}", ha="center")
     ax.text(20, 1.35, "37 elements and 3 of padding", ha="center")

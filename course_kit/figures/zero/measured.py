@@ -11,7 +11,7 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from course_kit.figures.boxes import legend_below, stacked
+from course_kit.figures.rectangles import legend_below, stacked
 from course_kit.figures.style import (
     GRAY,
     KINDS,
@@ -26,13 +26,12 @@ from course_kit.figures.style import (
 )
 from course_kit.figures.timelines import draw_spans
 from course_kit.figures.zero.drawings import GATHER, SCATTER
-from course_kit.labs.collectives import published
 from course_kit.labs.zero import STATES, arena_gib, step_spans
 from course_lib.recompute.profiling import Span
 from course_lib.single_gpu.memory import POLICIES, gpt_activation_bytes, param_count, state_bytes
 from course_lib.single_gpu.model import PRESETS
 from course_lib.single_gpu.profile import MemoryProfile, category
-from course_lib.zero import defragmentation, full_sharding
+from course_lib.zero import defragmentation
 
 GiB, MiB = 2**30, 2**20
 STAGES = [f"stage {stage}" for stage in range(4)]
@@ -41,16 +40,15 @@ COLORS = {name: PHASES[name] for name in ("forward", "backward", "wait")} | {
     "gloo:all_reduce": SCATTER,  # gloo makes its reduce-scatter out of an all-reduce
     "gloo:all_gather": GATHER,
 }
-PEAK = 989.5e12  # FLOP/s of an H100 in BF16
 LARGEST_GPU = 192  # GiB: the last choice of the widget
 
 
 @styled
-def memory_by_rank(kept: Sequence[Mapping[str, int]]) -> Figure:
-    """Return the MiB that each rank keeps between two steps, by part. kept: by rank, the bytes of each part."""
+def memory_by_rank(states: Sequence[Mapping[str, int]]) -> Figure:
+    """Return the MiB that each rank keeps between two steps, by part. states: by rank, the bytes of each part."""
     figure, ax = plt.subplots(figsize=(0.85 * WIDTH, 2.5))
-    stacked(ax, range(len(kept)), {part: [rank[part] / MiB for rank in kept] for part in STATES}, across=True)
-    ax.set_yticks(range(len(kept)), [f"rank {rank}" for rank in range(len(kept))])
+    stacked(ax, range(len(states)), {part: [rank[part] / MiB for rank in states] for part in STATES}, across=True)
+    ax.set_yticks(range(len(states)), [f"rank {rank}" for rank in range(len(states))])
     ax.set_xlabel("MiB kept between two steps")
     legend_below(figure, ax)
     return figure
@@ -151,9 +149,9 @@ def measured_by_stage(measured: Mapping[tuple[int, int], tuple[Mapping[str, int]
     counts = sorted({n for _, n in measured})
     figure, axes = plt.subplots(1, len(counts), figsize=(WIDTH, 2.7), sharex=True, sharey=True)
     for ax, n in zip(axes, counts, strict=True):
-        kept = [dict(measured[stage, n][0]) for stage in range(4)]
+        saved = [dict(measured[stage, n][0]) for stage in range(4)]
         names = {part: part for part in STATES} | {"temporary": "buffers"}
-        parts = {part: [by.get(name, 0) / MiB for by in kept] for part, name in names.items()}
+        parts = {part: [by.get(name, 0) / MiB for by in saved] for part, name in names.items()}
         stacked(ax, range(4), parts, across=True)
         for stage in range(4):
             size = sum(state_bytes(measured[stage, n][2], "bf16", stage, n).values()) / MiB
@@ -209,11 +207,11 @@ def arenas(cures: Mapping[str, MemoryProfile]) -> Figure:
 def fits_by_stage(preset: str, lengths: Sequence[int], gpus: int = 8, gpu_gib: float = 80) -> Figure:
     """Return the GiB of a model on each GPU by tokens in a sequence, a panel per stage; selective recomputation."""
     shape = PRESETS[preset]
-    kept = [gpt_activation_bytes(shape.layers, shape.hidden, shape.heads, 1, n, "selective") / GiB for n in lengths]
+    saved = [gpt_activation_bytes(shape.layers, shape.hidden, shape.heads, 1, n, "selective") / GiB for n in lengths]
     figure, axes = plt.subplots(1, 4, figsize=(WIDTH, 3.2), sharey=True)
     for stage, ax in enumerate(axes):
         states = {part: size / GiB for part, size in state_bytes(param_count(shape), "bf16", stage, gpus).items()}
-        stacked(ax, range(len(lengths)), states | {"activations": kept})
+        stacked(ax, range(len(lengths)), states | {"activations": saved})
         ax.set(title=f"stage {stage}\nstates {sum(states.values()):.1f} GiB", xlabel="tokens")
         ax.set_xticks(range(len(lengths)), [f"{n // 1024}k" for n in lengths])
         ax.axhline(gpu_gib, color=LIMIT, linestyle="--", linewidth=1)
@@ -242,20 +240,13 @@ def states_by_stage(preset: str = "llama3-8B", gpus: int = 8, policy: str = "bf1
 
 
 @styled
-def gather_over_forward(tokens: Sequence[int], reached: float = 0.4) -> Figure:
-    """Return the time of stage 3's all-gather over that of forward by GPUs, a line per number of tokens on each.
-
-    reached: the share of the peak that forward reaches. Bandwidths are the published ones.
-    """
-    gpus = [round(count) for count in published("all_gather", "gpus")]
-    speeds = [1e9 * speed for speed in published("all_gather", "median_gb_s")]
+def gather_over_forward(ratios: Mapping[int, Mapping[int, float]]) -> Figure:
+    """Return the time of stage 3's all-gather over that of forward. ratios: by tokens per GPU, by number of GPUs."""
     figure, ax = plt.subplots(figsize=(0.85 * WIDTH, 3))
-    for number, style, color in zip(tokens, ("o-", "s-", "^-"), KINDS, strict=False):
-        ratios = [
-            full_sharding.gather_ratio(number, n, speed, reached * PEAK) for n, speed in zip(gpus, speeds, strict=True)
-        ]
-        ax.plot(gpus, ratios, style, color=color, markersize=4)
-        ax.text(1.1 * gpus[-1], ratios[-1], f"{number:,} tokens per GPU", color=readable(color), va="center")
+    for (tokens, by_gpus), style, color in zip(ratios.items(), ("o-", "s-", "^-"), KINDS, strict=False):
+        gpus, values = list(by_gpus), list(by_gpus.values())
+        ax.plot(gpus, values, style, color=color, markersize=4)
+        ax.text(1.1 * gpus[-1], values[-1], f"{tokens:,} tokens per GPU", color=readable(color), va="center")
     ax.axhline(1, color=GRAY, linestyle="--", linewidth=1)
     ax.text(gpus[0], 1.05, "1: just hidden", color=GRAY, va="bottom")
     ax.set_xscale("log", base=2)

@@ -1,4 +1,4 @@
-"""Boxes with a text in them, arrows, lanes of boxes, and bars of stacked parts, for several notebooks."""
+"""Rectangles with a text in them, arrows, lanes, and bars of stacked parts, for several notebooks."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def drawing(axes: Axes, xlim: tuple[float, float], ylim: tuple[float, float]) ->
     axes.axis("off")
 
 
-def box(axes: Axes, x: float, y: float, size: tuple[float, float], text: str, color: str, **look) -> None:
-    """Draw a filled box, (width, height), with a text in its middle. look: of the text."""
+def rectangle(axes: Axes, x: float, y: float, size: tuple[float, float], text: str, color: str, **style) -> None:
+    """Draw a filled rectangle, (width, height), with a text in its middle. style: of the text."""
     axes.add_patch(Rectangle((x, y), *size, color=color, linewidth=0))
     if text:
         middle = {"ha": "center", "va": "center", "color": ink_on(color)}
-        axes.text(x + size[0] / 2, y + size[1] / 2, text, **(middle | look))
+        axes.text(x + size[0] / 2, y + size[1] / 2, text, **(middle | style))
 
 
 def frame(axes: Axes, x: float, y: float, size: tuple[float, float], text: str, edge: str) -> None:
-    """Draw a white box, (width, height), with a colored edge and a text in its middle."""
+    """Draw a white rectangle, (width, height), with a colored edge and a text in its middle."""
     axes.add_patch(Rectangle((x, y), *size, facecolor="white", edgecolor=edge, linewidth=1.5))
     axes.text(x + size[0] / 2, y + size[1] / 2, text, ha="center", va="center")
 
@@ -43,24 +43,24 @@ def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], colo
 def lane(axes: Axes, y: float, height: float, bars: Iterable[tuple[str, str, float, float]]) -> None:
     """Draw bars in a row whose foot is at y. bars: (color, text, start, length)."""
     for color, text, start, length in bars:
-        box(axes, start, y, (length - GAP, height), text, color)
+        rectangle(axes, start, y, (length - GAP, height), text, color)
 
 
 def stacked(
-    axes: Axes, place: Sequence[float], parts: Mapping[str, Sequence[float] | float], across: bool = False
+    axes: Axes, at: Sequence[float], parts: Mapping[str, Sequence[float] | float], across: bool = False
 ) -> np.ndarray:
     """Draw bars of stacked parts (by name in MEMORY) at these places, and return their total lengths.
 
     across: bars to the right, the first at the top.
     """
-    total = np.zeros(len(place))
+    total = np.zeros(len(at))
     for part, size in parts.items():
         length = np.broadcast_to(np.asarray(size, float), total.shape)
-        look: dict[str, Any] = {"color": MEMORY[part], "label": part, "edgecolor": "white", "linewidth": 0.5}
+        style: dict[str, Any] = {"color": MEMORY[part], "label": part, "edgecolor": "white", "linewidth": 0.5}
         if across:
-            axes.barh(place, length, left=total, **look)
+            axes.barh(at, length, left=total, **style)
         else:
-            axes.bar(place, length, bottom=total, **look)
+            axes.bar(at, length, bottom=total, **style)
         total = total + length
     if across and not axes.yaxis_inverted():
         axes.invert_yaxis()
