@@ -119,7 +119,7 @@ def seen_as(value, depth: int = DEPTH) -> str:
     if isinstance(value, type) or depth == 0:
         return getattr(value, "__qualname__", type(value).__qualname__)
     if isinstance(value, dict):
-        items = [f"{seen_as(key, depth - 1)}: {seen_as(item, depth - 1)}" for key, item in list(value.items())[:20]]
+        items = [f"{seen_as(key, depth - 1)}: {seen_as(item, depth - 1)}" for key, item in list(value.items())[:200]]
         return f"{type(value).__name__} {items}"
     if isinstance(value, (list, tuple, set, frozenset)):
         return f"{type(value).__name__} {[seen_as(item, depth - 1) for item in list(value)[:20]]}"
