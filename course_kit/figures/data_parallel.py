@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import matplotlib.pyplot as plt
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from course_kit.figures.rectangles import rectangle
 from course_kit.figures.style import (
     GRAY,
     KINDS,
@@ -48,12 +48,6 @@ def published_speed(scaling: list[dict[str, float]]) -> Figure:
     return figure
 
 
-def rectangle(ax: Axes, x: float, y: float, width: float, height: float, text: str, color: str) -> None:
-    """Draw a filled rectangle with a text in it."""
-    ax.add_patch(plt.Rectangle((x, y), width, height, color=color))
-    ax.text(x + width / 2, y + height / 2, text, ha="center", va="center", color=ink_on(color))
-
-
 @styled
 def replicas_of_a_model() -> Figure:
     """Return a drawing of three GPUs: a batch each, the mean of their gradients, the same new weights."""
@@ -63,14 +57,14 @@ def replicas_of_a_model() -> Figure:
     for gpu in range(3):
         y = 2.4 - 1.1 * gpu
         ax.text(0, y + 0.3, f"GPU {gpu}", va="center", weight="bold")
-        rectangle(ax, 1.2, y, 1.6, 0.6, f"batch {gpu}", LIGHT)
-        rectangle(ax, 3, y, 1.6, 0.6, "forward", PHASES["forward"])
-        rectangle(ax, 4.8, y, 1.6, 0.6, "backward", PHASES["backward"])
-        rectangle(ax, 9, y, 1.6, 0.6, "optimizer", PHASES["optimizer"])
-        rectangle(ax, 10.8, y, 1.6, 0.6, "new weights", MEMORY["parameters"])
+        rectangle(ax, 1.2, y, (1.6, 0.6), f"batch {gpu}", LIGHT)
+        rectangle(ax, 3, y, (1.6, 0.6), "forward", PHASES["forward"])
+        rectangle(ax, 4.8, y, (1.6, 0.6), "backward", PHASES["backward"])
+        rectangle(ax, 9, y, (1.6, 0.6), "optimizer", PHASES["optimizer"])
+        rectangle(ax, 10.8, y, (1.6, 0.6), "new weights", MEMORY["parameters"])
         for x in (6.45, 8.4):
             ax.annotate("", (x + 0.5, y + 0.3), (x, y + 0.3), arrowprops={"arrowstyle": "->"})
-    rectangle(ax, 6.98, 0.2, 1.4, 2.8, "all-reduce:\nmean\nof the\ngradients", PHASES["communication"])
+    rectangle(ax, 6.98, 0.2, (1.4, 2.8), "all-reduce:\nmean\nof the\ngradients", PHASES["communication"])
     return figure
 
 
@@ -82,8 +76,8 @@ def buckets() -> Figure:
     ax.axis("off")
     names = ["embed", "L0 attn", "L0 mlp", "L1 attn", "L1 mlp", "L2 attn", "L2 mlp", "head"]
     for i, (name, bucket) in enumerate(zip(names, [2, 2, 2, 1, 1, 1, 0, 0], strict=True)):
-        rectangle(ax, 2 * i, 1.5, 1.8, 0.6, name, KINDS[bucket])
-        rectangle(ax, 2 * (7 - i), -0.5, 2, 0.6, name, KINDS[bucket])
+        rectangle(ax, 2 * i, 1.5, (1.8, 0.6), name, KINDS[bucket])
+        rectangle(ax, 2 * (7 - i), -0.5, (2, 0.6), name, KINDS[bucket])
     ax.text(8, 2.4, "parameters, in the order of the model", ha="center")
     ax.annotate("", (0.5, 1.15), (15.5, 1.15), arrowprops={"arrowstyle": "->", "linewidth": 1.5})
     ax.text(8, 0.7, "backward comes from the right", ha="center")
@@ -102,11 +96,11 @@ def one_bucket() -> Figure:
     start = 0.0
     for number, (name, width) in enumerate({"mlp.down": 5, "mlp.up": 3.5, "norm": 1.5}.items()):
         missing = name == "norm"
-        rectangle(ax, start, 0, width - 0.06, 0.7, "zeros" if missing else "", MEMORY["gradients"])
+        rectangle(ax, start, 0, (width - 0.06, 0.7), "zeros" if missing else "", MEMORY["gradients"])
         ax.text(start + width / 2, 1.45, "no norm.grad" if missing else f"{name}.grad", ha="center")
         if not missing:
             ax.annotate("", (start + width / 2, 0.75), (start + width / 2, 1.35), arrowprops={"arrowstyle": "->"})
-        rectangle(ax, 10.15 + 0.62 * number, 0, 0.56, 0.7, "110"[number], LIGHT)
+        rectangle(ax, 10.15 + 0.62 * number, 0, (0.56, 0.7), "110"[number], LIGHT)
         start += width
     ax.text(11.05, 1.45, "flags", ha="center")
     ax.annotate("", (0, -0.35), (12, -0.35), arrowprops={"arrowstyle": "<->"})

@@ -75,7 +75,8 @@ def assert_close(result: torch.Tensor, wanted: torch.Tensor, case: str, factor: 
     assert result.shape == wanted.shape, f"{case}: shape {list(result.shape)} instead of {list(wanted.shape)}"
     nan = int(result.isnan().sum())
     hint = f". {hint}" if hint else ""
-    assert not nan, f"{case}: {nan} of {result.numel()} elements are NaN (-inf - -inf, 0 / 0, never written, loaded without `other`?){hint}"
+    causes = "-inf - -inf, 0 / 0, never written, loaded without `other`?"
+    assert not nan, f"{case}: {nan} of {result.numel()} elements are NaN ({causes}){hint}"
     eps = torch.finfo(result.dtype).eps * (16 if result.dtype == torch.float32 else 1)
     allowed = factor * eps * wanted.abs().max().item()
     wrong = ((result.double() - wanted).abs() > allowed).nonzero()

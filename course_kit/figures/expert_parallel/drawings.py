@@ -9,7 +9,8 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from course_kit.figures.style import GRAY, KINDS, MEMORY, RANKS, WIDTH, ink_on, styled
+from course_kit.figures.rectangles import rectangle
+from course_kit.figures.style import GRAY, KINDS, MEMORY, RANKS, WIDTH, styled
 
 EXPERTS = RANKS[4:8]  # of four experts, which are no ranks
 DENSE = KINDS[4]
@@ -17,9 +18,7 @@ DENSE = KINDS[4]
 
 def draw_rectangle(ax: Axes, x: float, y: float, width: float, height: float, text: str, color: str) -> None:
     """Draw a rectangle from its lower left corner, with a text in it."""
-    ax.add_patch(plt.Rectangle((x, y), width, height, color=color))
-    center = x + width / 2, y + height / 2
-    ax.text(*center, text, ha="center", va="center", fontsize=8, color=ink_on(color))
+    rectangle(ax, x, y, (width, height), text, color, fontsize=8)
 
 
 @styled
