@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from course_kit.checks.tensor_parallel.cases import CLOSE, all_cases, counted, in_case
-from course_kit.checks.tensor_parallel.memory import AtOnce, saved_as_attributes, saved_for_backward, retained_by
+from course_kit.checks.tensor_parallel.memory import AtOnce, retained_by, saved_as_attributes, saved_for_backward
 from course_kit.labs.tensor_parallel.models import in_groups, relative_error
 from course_kit.ranks import shared
 from course_kit.typed import grad_of, override
