@@ -22,6 +22,9 @@ from course_lib.tensor_parallel.by_hand import cut
 
 COPIES = {2: [(1, False), (2, True)], 4: [(1, True), (2, False)]}  # number of copies, whether there are biases
 
+OTHERS = "three layers, of which the second has no bias and copies on all ranks, or one layer alone"
+ADVICE = "Each layer has its own `replicas` and its own bias or none, and there may be any number of layers"
+
 
 class RankResult(NamedTuple):
     """A rank's report on a Q and a K layer that are projected together."""
@@ -95,7 +98,10 @@ def other_numbers(group: dist.ProcessGroup) -> list[float]:
     layers = [
         linear.ColumnParallelLinear(full, group, held) for full, held in zip(fulls, (None, replicas, None), strict=True)
     ]
-    outs = linear.project_together(x, layers)
+    try:
+        outs = linear.project_together(x, layers)
+    except (AttributeError, TypeError, ValueError, IndexError) as error:
+        raise AssertionError(f"{OTHERS}: {type(error).__name__}, {error}. {ADVICE}") from error
     (grad_copy,) = torch.autograd.grad(outs[1].sum() * (rank + 1), [layers[1].weight])
     (expected,) = torch.autograd.grad(fulls[1](x).sum() * (n * (n + 1) / 2), [fulls[1].weight])
     wanted = [cut(fulls[0](x), group, -1), fulls[1](x), cut(fulls[2](x), group, -1)]
@@ -184,7 +190,6 @@ def judge_in_autocast(where: str, result: AutocastResult) -> None:
     )
     assert max(result.errors) < 0.03, f"{where}: wrong gradients, or none: x and weights through as_autocast"
     assert max(result.of_three) < 1e-5, (
-        f"{where}: three layers, of which the second has copies on all ranks, or one layer alone: wrong outputs, or a "
-        "copied weight's gradient that is not summed. A layer's own `replicas` count, and any number of layers"
+        f"{where}: {OTHERS}: wrong outputs, or a copied weight's gradient that is not summed. {ADVICE}"
     )
     assert result.left == 0, f"{where}: multiply by the layers' attribute `matmul`, whatever it is, not by a name"
