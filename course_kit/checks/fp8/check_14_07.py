@@ -53,9 +53,9 @@ def check_stored() -> None:
     for size in (448.0, 1.0):
         layer.input(torch.full((2, 2), size))
         update_scales(layer)
-    kept = layer.weight(stored)
-    assert kept.scale == 2 and torch.equal(kept.values.float(), stored.float()), (
-        f"a weight that is stored in 8 bits is taken as it is, with its stored scale, 2, not {kept.scale.item():g}"
+    result = layer.weight(stored)
+    assert result.scale == 2 and torch.equal(result.values.float(), stored.float()), (
+        f"a weight that is stored in 8 bits is taken as it is, with its stored scale, 2, not {result.scale.item():g}"
     )
     newest = cast(DelayedQuantizer, layer.input).history.tolist()
     assert newest == [1, 448], f"the history has the newest step first: [1, 448], not {newest}"

@@ -103,10 +103,13 @@ def check() -> None:
     layer = Fp8Linear(nn.Linear(IN, OUT, bias=False), RECIPES[-1])
     for given, asked in ((x, x), (x.detach(), layer.weight)):
         layer.weight.requires_grad_(asked is layer.weight)
-        turned = layer.quantizers.input.transposed
-        with watched_matmuls() as seen, mock.patch.object(layer.quantizers.input, "transposed", wraps=turned) as turns:
+        transposed = layer.quantizers.input.transposed
+        with (
+            watched_matmuls() as seen,
+            mock.patch.object(layer.quantizers.input, "transposed", wraps=transposed) as calls,
+        ):
             torch.autograd.grad(layer(given), asked, dys[0])
-        assert asked is not x or not turns.called, "x is transposed, though no weight needs a gradient"
+        assert asked is not x or not calls.called, "x is transposed, though no weight needs a gradient"
         assert len(seen) == 2, f"{len(seen)} matmuls, where {'the weight' if asked is x else 'x'} needs no gradient: 2"
     check_saved(layer, x)
 
@@ -144,11 +147,11 @@ def check_matmuls(x: torch.Tensor, weights: list, dys: Sequence, casts: Casts) -
     quantizers, cast = [LayerQuantizers(casts) for _ in weights], []
     for number, quantizer in enumerate(quantizers):
         quantizer.gradient.register_forward_hook(lambda *_, number=number: cast.append(number))
-        quantizer.weight.register_forward_pre_hook(lambda _, given, number=number: assert_own_weight(given[0], number))
+        quantizer.weight.register_forward_pre_hook(lambda _, given, number=number: assert_its_weight(given[0], number))
 
-    def assert_own_weight(given: torch.Tensor, number: int) -> None:
-        own = given.data_ptr() == weights[number].data_ptr()
-        assert own, f"the weight's quantizer of the layer {number} gets another weight"
+    def assert_its_weight(given: torch.Tensor, number: int) -> None:
+        is_its_weight = given.data_ptr() == weights[number].data_ptr()
+        assert is_its_weight, f"the weight's quantizer of the layer {number} gets another weight"
 
     with watched_matmuls() as seen:
         result = torch.autograd.grad(
