@@ -27,23 +27,23 @@ def unsharded_activations(config: ModelConfig, seq: int, degrees: Sequence[int],
     """
     unit = seq * config.hidden * config.layers / GiB  # s·b·h·L bytes
     figure, ax = plt.subplots(figsize=(0.85 * WIDTH, 2.9))
-    places = range(len(degrees))
+    positions = range(len(degrees))
     inside = [24 * unit / t for t in degrees]
     words = "in full on every GPU: norms, and between layers", "split by tensor parallelism"
-    ax.bar(places, [10 * unit] * len(degrees), color=FULL, width=0.6, label=words[0])
-    ax.bar(places, inside, bottom=10 * unit, color=BY_HEADS, width=0.6, label=words[1])
-    for place, size in enumerate(inside):
-        ax.text(place, 10 * unit + size, f"{10 * unit + size:.0f}", ha="center", va="bottom")
+    ax.bar(positions, [10 * unit] * len(degrees), color=FULL, width=0.6, label=words[0])
+    ax.bar(positions, inside, bottom=10 * unit, color=BY_HEADS, width=0.6, label=words[1])
+    for position, size in enumerate(inside):
+        ax.text(position, 10 * unit + size, f"{10 * unit + size:.0f}", ha="center", va="bottom")
     ax.axhline(gpu_gib, color=LIMIT, linestyle="--", linewidth=1, label=f"one H100: {gpu_gib:g} GiB")
     ax.set(xlabel="tp", ylabel="GiB on each GPU")
-    ax.set_xticks(places, [f"{t}" for t in degrees])
+    ax.set_xticks(positions, [f"{t}" for t in degrees])
     ax.legend()
     return figure
 
 
 def draw_layer(ax: Axes, title: str, outside: str, color: str, gates: Sequence[tuple[str, str]]) -> None:
     """Draw a layer from norm to norm; outside: shape between the gates' far sides; gates: name, and what it sends."""
-    boxes = [
+    rectangles = [
         (f"norm\n[{outside}]", 2, color),
         (None, 0.5, ""),
         ("q, k, v: heads/t\nattention\n[b, s, h/t]", 2.6, BY_HEADS),
@@ -52,7 +52,7 @@ def draw_layer(ax: Axes, title: str, outside: str, color: str, gates: Sequence[t
         (f"+ residual, norm\n[{outside}]", 2.4, color),
     ]
     x, waiting = 0.0, list(gates)
-    for text, width, fill in boxes:
+    for text, width, fill in rectangles:
         if text is None:
             name, sends = waiting.pop(0)
             ax.add_patch(plt.Rectangle((x, 0), 0.4, 1, color=PHASES["communication"]))
@@ -120,19 +120,19 @@ def swapped_gates(expected: Sequence[float], losses: Sequence[float], norms: Seq
 
 
 @styled
-def kept_by_degree(
-    degrees: Sequence[int], kept: Mapping[str, Sequence[int]], formula: Mapping[str, Sequence[float]]
+def saved_by_degree(
+    degrees: Sequence[int], saved: Mapping[str, Sequence[int]], formula: Mapping[str, Sequence[float]]
 ) -> Figure:
     """Return the bytes that a rank keeps by tp, without and with SP, and the formula's: {"TP": ..., "TP + SP": ...}."""
     figure, ax = plt.subplots(figsize=(0.85 * WIDTH, 2.9))
-    for place, (word, color) in enumerate((("TP", TP), ("TP + SP", TP_SP))):
-        at = np.arange(len(degrees)) + 0.36 * place
-        sizes = [size / MiB for size in kept[word]]
+    for position, (word, color) in enumerate((("TP", TP), ("TP + SP", TP_SP))):
+        at = np.arange(len(degrees)) + 0.36 * position
+        sizes = [size / MiB for size in saved[word]]
         bars = ax.bar(at, sizes, width=0.34, color=color, label=f"{word}, measured on rank 0")
         ax.bar_label(bars, [f"{size:.1f}" for size in sizes], label_type="center", color=ink_on(color))
         lines = [size / MiB for size in formula[word]]
-        ax.hlines(lines, at - 0.17, at + 0.17, color="black", label="formula" if place else None)
-    one = kept["TP + SP"][0] / MiB
+        ax.hlines(lines, at - 0.17, at + 0.17, color="black", label="formula" if position else None)
+    one = saved["TP + SP"][0] / MiB
     ax.plot(np.arange(len(degrees)) + 0.36, [one / t for t in degrees], ":", color="black", label="1/tp")
     ax.set(xlabel="tp", ylabel="MiB kept per rank")
     ax.set_xticks(np.arange(len(degrees)) + 0.18, [f"{t}" for t in degrees])
@@ -145,15 +145,15 @@ def layer_over_time(spans: Mapping[str, Sequence[tuple[str, str, float, float]]]
     """Return one layer over time, a panel per way: (lane, name, start, end) in ms; lanes: phase, network, wait."""
     figure, axes = plt.subplots(len(spans), 1, figsize=(WIDTH, 3.8), sharex=True)
     colors = {"network": PHASES["communication"], "wait": PHASES["wait"]}
-    for ax, (way, found) in zip(axes, spans.items(), strict=True):
-        last = max(end for *_, end in found)
-        for lane, word, start, end in sorted(found, key=lambda span: ("phase", "wait", "network").index(span[0])):
+    for ax, (way, results) in zip(axes, spans.items(), strict=True):
+        last = max(end for *_, end in results)
+        for lane, word, start, end in sorted(results, key=lambda span: ("phase", "wait", "network").index(span[0])):
             color = colors.get(lane) or PHASES["backward" if word == "backward" else "forward"]
             y = 0 if lane == "network" else 1
             ax.broken_barh([(start, end - start)], (y, 0.9), facecolors=color, edgecolor="white")
             if lane == "network" and end - start > 0.045 * last:
                 ax.text((start + end) / 2, 0.45, word, ha="center", va="center", color=ink_on(color), fontsize=8)
-        waited = sum(end - start for lane, _, start, end in found if lane == "wait")
+        waited = sum(end - start for lane, _, start, end in results if lane == "wait")
         ax.set_title(f"{way}: waits {waited:.1f} of {last:.1f} ms")
         ax.set(yticks=(0.45, 1.45), yticklabels=("network", "compute"))
     axes[-1].set_xlabel("ms; AR all-reduce, AG all-gather, RS reduce-scatter")
@@ -171,16 +171,16 @@ def published_scaling(rows: Sequence[Mapping[str, str]]) -> Figure:
     """
     figure, (left, right) = plt.subplots(1, 2, figsize=(WIDTH, 3.2))
     for number, (sp, word, color) in enumerate((("no", "TP", TP), ("yes", "TP + SP", TP_SP))):
-        own = [row for row in rows if row["sequence_parallel"] == sp]
-        at = np.arange(len(own)) + 0.4 * number
-        speeds = [float(row["tokens_per_s_per_gpu"]) for row in own]
+        local_rows = [row for row in rows if row["sequence_parallel"] == sp]
+        at = np.arange(len(local_rows)) + 0.4 * number
+        speeds = [float(row["tokens_per_s_per_gpu"]) for row in local_rows]
         for ax, values, labels in (
             (left, [speed / 1e3 for speed in speeds], [f"{speed / 1e3:.1f}" for speed in speeds]),
-            (right, [int(row["max_batch"]) for row in own], None),
+            (right, [int(row["max_batch"]) for row in local_rows], None),
         ):
             bars = ax.bar(at, values, width=0.38, color=color, label=word)
             ax.bar_label(bars, labels, fontsize=8)
-            ax.set_xticks(np.arange(len(own)) + 0.2, [row["tp"] for row in own])
+            ax.set_xticks(np.arange(len(local_rows)) + 0.2, [row["tp"] for row in local_rows])
             ax.set_xlabel("tp")
     left.set(title="thousand tokens/s per GPU")
     right.set(title="largest batch that fits, sequences")
@@ -194,22 +194,29 @@ def memory_by_degree(
 ) -> Figure:
     """Return GiB on each GPU with TP and SP by sequence length, a panel per degree; dotted: without SP."""
     figure, axes = plt.subplots(1, len(degrees), figsize=(WIDTH, 3.4))
-    sizes, places = (config.layers, config.hidden, config.heads), np.arange(len(lengths))
+    sizes, positions = (config.layers, config.hidden, config.heads), np.arange(len(lengths))
     for tp, ax in zip(degrees, axes, strict=True):
         states = state_bytes(param_count(config, tp), "bf16, no master weights")
-        kept = [gpt_activation_bytes(*sizes, 1, n, "selective", tp=tp, sp=True) / GiB for n in lengths]
+        saved = [gpt_activation_bytes(*sizes, 1, n, "selective", tp=tp, sp=True) / GiB for n in lengths]
         alone = [gpt_activation_bytes(*sizes, 1, n, "selective", tp=tp) / GiB for n in lengths]
         parts = {part: np.full(len(lengths), size / GiB) for part, size in states.items()}
         bottom = np.zeros(len(lengths))
-        for part, size in (parts | {"activations": np.array(kept)}).items():
-            ax.bar(places, size, bottom=bottom, color=MEMORY[part], label=part, edgecolor="white", linewidth=0.5)
+        for part, size in (parts | {"activations": np.array(saved)}).items():
+            ax.bar(positions, size, bottom=bottom, color=MEMORY[part], label=part, edgecolor="white", linewidth=0.5)
             bottom = bottom + size
-        own = sum(states.values()) / GiB
-        ax.hlines(own + np.array(alone), places - 0.4, places + 0.4, color=GRAY, linestyle=":", label="without SP")
+        local_rows = sum(states.values()) / GiB
+        ax.hlines(
+            local_rows + np.array(alone),
+            positions - 0.4,
+            positions + 0.4,
+            color=GRAY,
+            linestyle=":",
+            label="without SP",
+        )
         ax.axhline(gpu_gib, color=LIMIT, linestyle="--", linewidth=1)
-        ax.set(title=f"tp {tp}: states {own:,.0f} GiB", ylim=(0, 1250 if tp == 1 else 240))
-        names = [f"{n // 1024}k\n{size:.3g}" for n, size in zip(lengths, kept, strict=True)]
-        ax.set_xticks(places, names)
+        ax.set(title=f"tp {tp}: states {local_rows:,.0f} GiB", ylim=(0, 1250 if tp == 1 else 240))
+        names = [f"{n // 1024}k\n{size:.3g}" for n, size in zip(lengths, saved, strict=True)]
+        ax.set_xticks(positions, names)
         ax.set_xlabel("tokens (own scale)" if tp == 1 else "tokens")
     axes[0].set_ylabel("GiB on each GPU")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=5)

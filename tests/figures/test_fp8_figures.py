@@ -5,7 +5,7 @@ import pytest
 from matplotlib.colors import to_hex
 
 from course_kit.figures import fp8 as figures
-from course_kit.figures.fp8.drawings import ARROWS, BOXES, OPERANDS
+from course_kit.figures.fp8.drawings import ARROWS, NODES, OPERANDS
 from course_kit.figures.style import MEMORY
 from course_kit.labs.fp8 import ERROR_COLUMNS, ScaleErrors, fp8_speedup
 from figure_faults import faults
@@ -85,8 +85,8 @@ def test_blocks_have_the_colors_of_their_operands():
 
 def test_arrows_join_boxes_that_are_there_and_cross_none():
     for pair in ARROWS.split(", "):
-        (_, x0, y0, _), (_, x1, y1, _) = (BOXES[name] for name in pair.split())
-        between = [(x, y) for _, x, y, _ in BOXES.values() if (x, y) not in ((x0, y0), (x1, y1))]
+        (_, x0, y0, _), (_, x1, y1, _) = (NODES[name] for name in pair.split())
+        between = [(x, y) for _, x, y, _ in NODES.values() if (x, y) not in ((x0, y0), (x1, y1))]
         if x0 == x1:
             assert not [y for x, y in between if x == x0 and min(y0, y1) < y < max(y0, y1)], pair
         if y0 == y1:

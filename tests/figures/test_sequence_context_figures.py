@@ -38,7 +38,7 @@ DRAWN = {
     "swapped_gates": lambda: sequence_parallel.swapped_gates(
         np.linspace(5, 3, 20), np.linspace(5, 3.1, 20), [[1.0, 0.9]] * 4
     ),
-    "kept_by_degree": lambda: sequence_parallel.kept_by_degree((1, 2, 4), KEPT, KEPT),
+    "saved_by_degree": lambda: sequence_parallel.saved_by_degree((1, 2, 4), KEPT, KEPT),
     "layer_over_time": lambda: sequence_parallel.layer_over_time({"TP": LAYER, "TP + SP": LAYER}),
     "published_scaling": lambda: sequence_parallel.published_scaling(published_scaling()),
     "memory_by_degree": lambda: sequence_parallel.memory_by_degree(LARGE, (1, 8, 16), (1024, 4096, 16384)),
@@ -52,7 +52,7 @@ DRAWN = {
         {"contiguous": [40, 90, 150, 200], "zigzag": [120, 121, 119, 122]},
         {order: [scores_of(rank, 4, order, 64) for rank in range(4)] for order in ("contiguous", "zigzag")},
     ),
-    "kept_and_peak": lambda: context_parallel.kept_and_peak(
+    "saved_and_peak": lambda: context_parallel.saved_and_peak(
         (1, 2, 4),
         KEPT["TP + SP"],
         KEPT["TP + SP"],
@@ -70,7 +70,7 @@ def test_a_reader_can_read_it(name):
 
 
 def test_bars_are_what_was_given():
-    (axes,) = DRAWN["kept_by_degree"]().axes
+    (axes,) = DRAWN["saved_by_degree"]().axes
     assert [bar.get_height() for bar in axes.patches] == [40, 30, 25, 40, 20, 10]
     left, right = DRAWN["published_scaling"]().axes
     rows = [row for row in published_scaling() if row["sequence_parallel"] == "yes"]
@@ -78,7 +78,7 @@ def test_bars_are_what_was_given():
         float(row["tokens_per_s_per_gpu"]) / 1e3 for row in rows
     ]
     assert [bar.get_height() for bar in right.containers[1]] == [int(row["max_batch"]) for row in rows]
-    left, right = DRAWN["kept_and_peak"]().axes
+    left, right = DRAWN["saved_and_peak"]().axes
     assert [bar.get_height() for bar in left.patches] == [40, 20, 10]
     assert [bar.get_height() for bar in right.containers[2]] == [4, 2.2, 1.2]
     axes = DRAWN["work_by_rank"]().axes[0]

@@ -2,9 +2,9 @@
 
 from course_kit.figures.context_parallel.measured import (
     exchange_ratios,
-    kept_and_peak,
     layouts_for_long_sequences,
     overlap,
+    saved_and_peak,
     work_by_rank,
 )
 from course_kit.figures.context_parallel.rings import all_to_all, masks, merged_blocks, ring, ring_step, visible_blocks
@@ -12,7 +12,7 @@ from course_kit.figures.context_parallel.rings import all_to_all, masks, merged_
 __all__ = [
     "all_to_all",
     "exchange_ratios",
-    "kept_and_peak",
+    "saved_and_peak",
     "layouts_for_long_sequences",
     "masks",
     "merged_blocks",

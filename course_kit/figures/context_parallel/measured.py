@@ -25,37 +25,41 @@ def work_by_rank(taken_ms: Mapping[str, Sequence[float]], cells: Mapping[str, Se
         for rank, ms in enumerate(taken):
             ax.text(rank, ms / 2, f"{ms:.0f} ms", ha="center", va="center", color=ink_on(RANKS[rank]))
         per_cell = sum(taken) / sum(cells[order])
-        places = np.arange(len(taken))
-        ax.hlines([c * per_cell for c in cells[order]], places - 0.35, places + 0.35, color="black", label="by cells")
-        ax.set(title=f"{order}: slowest {max(taken):.0f} ms, mean {np.mean(taken):.0f}", xlabel="rank", xticks=places)
+        positions = np.arange(len(taken))
+        ax.hlines(
+            [c * per_cell for c in cells[order]], positions - 0.35, positions + 0.35, color="black", label="by cells"
+        )
+        ax.set(
+            title=f"{order}: slowest {max(taken):.0f} ms, mean {np.mean(taken):.0f}", xlabel="rank", xticks=positions
+        )
     axes[0].set(ylabel="ms of attention", ylim=(0, 1.2 * max(map(max, taken_ms.values()))))
     axes[0].legend(loc="upper left")
     return figure
 
 
 @styled
-def kept_and_peak(
-    cps: Sequence[int], kept: Sequence[int], formula: Sequence[float], peaks: Mapping[str, Sequence[float]]
+def saved_and_peak(
+    cps: Sequence[int], saved: Sequence[int], formula: Sequence[float], peaks: Mapping[str, Sequence[float]]
 ) -> Figure:
     """Return the bytes that a rank keeps by cp, with the formula's, and the peak of one attention by method.
 
     peaks: in sizes of the full k.
     """
     figure, (left, right) = plt.subplots(1, 2, figsize=(WIDTH, 3.2))
-    places = np.arange(len(cps))
+    positions = np.arange(len(cps))
     color = MEMORY["activations"]
-    bars = left.bar(places, [size / MiB for size in kept], color=color, width=0.6, label="measured on rank 0")
-    labels = [f"{size / MiB:.1f}" for size in kept]
+    bars = left.bar(positions, [size / MiB for size in saved], color=color, width=0.6, label="measured on rank 0")
+    labels = [f"{size / MiB:.1f}" for size in saved]
     left.bar_label(bars, labels, label_type="center", color=ink_on(color))
-    left.hlines([size / MiB for size in formula], places - 0.3, places + 0.3, color="black", label="formula")
-    left.plot(places, [kept[0] / cp / MiB for cp in cps], ":", color="black", label="1/cp")
-    left.set(title="kept for backward, full model", ylabel="MiB per rank", ylim=(0, 1.2 * kept[0] / MiB))
+    left.hlines([size / MiB for size in formula], positions - 0.3, positions + 0.3, color="black", label="formula")
+    left.plot(positions, [saved[0] / cp / MiB for cp in cps], ":", color="black", label="1/cp")
+    left.set(title="kept for backward, full model", ylabel="MiB per rank", ylim=(0, 1.2 * saved[0] / MiB))
     for number, (method, sizes) in enumerate(peaks.items()):
-        bars = right.bar(places + 0.28 * number, sizes, width=0.27, color=KINDS[number], label=method)
+        bars = right.bar(positions + 0.28 * number, sizes, width=0.27, color=KINDS[number], label=method)
         right.bar_label(bars, [f"{size:.1f}" for size in sizes], fontsize=8)
     right.set(title="peak of one attention, forward and backward", ylabel="sizes of the full k")
     for ax, shift in ((left, 0), (right, 0.28)):
-        ax.set_xticks(places + shift, [f"{cp}" for cp in cps])
+        ax.set_xticks(positions + shift, [f"{cp}" for cp in cps])
         ax.set_xlabel("cp")
         ax.legend()
     return figure
@@ -67,7 +71,7 @@ def layouts_for_long_sequences(
 ) -> Figure:
     """Return GiB on each GPU by length, a panel per layout (tp, with SP, cp); bars beyond the axis name their total."""
     figure, axes = plt.subplots(1, len(layouts), figsize=(WIDTH, 3.4), sharey=True)
-    top, places = 2 * gpu_gib, range(len(lengths))
+    top, positions = 2 * gpu_gib, range(len(lengths))
     sizes = config.layers, config.hidden, config.heads
     for (name, (tp, sp, cp)), ax in zip(layouts.items(), axes, strict=True):
         bottom = np.zeros(len(lengths))
@@ -77,13 +81,13 @@ def layouts_for_long_sequences(
         for part, size in parts.items():
             end = bottom + np.array(size) / GiB
             height = np.minimum(end, top) - np.minimum(bottom, top)
-            ax.bar(places, height, bottom=bottom, color=MEMORY[part], label=part, edgecolor="white", linewidth=0.5)
+            ax.bar(positions, height, bottom=bottom, color=MEMORY[part], label=part, edgecolor="white", linewidth=0.5)
             bottom = end
-        for place, total in zip(places, bottom, strict=True):
-            ax.text(place, min(total, top) + 1, f"{total:,.0f}", ha="center", va="bottom", fontsize=8)
+        for position, total in zip(positions, bottom, strict=True):
+            ax.text(position, min(total, top) + 1, f"{total:,.0f}", ha="center", va="bottom", fontsize=8)
         ax.axhline(gpu_gib, color=LIMIT, linestyle="--", linewidth=1)
         ax.set(title=f"{name}:\n{tp * cp} GPU{'s' * (tp * cp > 1)}", ylim=(0, 1.12 * top), xlabel="tokens")
-        ax.set_xticks(places, [f"{n // 1024}k" for n in lengths])
+        ax.set_xticks(positions, [f"{n // 1024}k" for n in lengths])
     axes[0].set_ylabel("GiB on each GPU, in total")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return figure
@@ -121,8 +125,8 @@ def exchange_ratios(lengths: Sequence[int], peak: float) -> Figure:
     figure, ax = plt.subplots(figsize=(WIDTH, 3.1))
     for name, bandwidth, style in (("NVLink, 450 GB/s", 450e9, "o-"), ("between nodes, 50 GB/s", 50e9, "s--")):
         for kv, color in ((8, KINDS[0]), (32, KINDS[2])):
-            found = [program.exchange_ratio(n, 32, kv, bandwidth, peak) for n in lengths]
-            ax.plot(range(len(lengths)), found, style, color=color, markersize=4, label=f"{name}, {kv} K/V heads")
+            results = [program.exchange_ratio(n, 32, kv, bandwidth, peak) for n in lengths]
+            ax.plot(range(len(lengths)), results, style, color=color, markersize=4, label=f"{name}, {kv} K/V heads")
     ax.axhline(1, color=LIMIT, linestyle="--", linewidth=1)
     ax.set(yscale="log", xlabel="tokens on each rank, s/n", ylabel="exchange / attention")
     ax.set_xticks(range(len(lengths)), [f"{n // 1024}k" for n in lengths])

@@ -127,8 +127,8 @@ def visible_blocks(rank: int = 1, n: int = 2) -> Figure:
                 if word == "causal":
                     ax.add_patch(plt.Polygon([(j, i), (j + 1, i), (j + 1, i + 1)], color="white"))
                     ax.add_patch(plt.Rectangle((j, i), 1, 1, fill=False, edgecolor="black", linewidth=0.8))
-                place = (j + 0.36, i + 0.72) if word == "causal" else (j + 0.5, i + 0.5)
-                ax.text(*place, word, ha="center", va="center", color=ink_on(color))
+                position = (j + 0.36, i + 0.72) if word == "causal" else (j + 0.5, i + 0.5)
+                ax.text(*position, word, ha="center", va="center", color=ink_on(color))
         ax.set(xlim=(0, len(columns)), ylim=(len(rows), 0), aspect="equal", title=f"keys of rank {source}")
         ax.set_xticks([0.5, 1.5], [f"chunk {chunk}" for chunk in columns])
         ax.set_yticks([0.5, 1.5], [f"chunk {chunk}" for chunk in rows])
@@ -145,9 +145,9 @@ def merged_blocks(z: torch.Tensor, blocks_of_keys: int = 4) -> Figure:
     weights, size = (parts.logsumexp(1) - z.logsumexp(0)).exp(), parts.shape[1]
     figure, axes = plt.subplots(1, 3, figsize=(WIDTH, 2.6), width_ratios=[4, 4, 2])
     for number in range(blocks_of_keys):
-        places = range(size * number, size * (number + 1))
-        axes[0].bar(places, parts[number].softmax(0), color=KINDS[number])
-        axes[1].bar(places, parts[number].softmax(0) * weights[number], color=KINDS[number])
+        positions = range(size * number, size * (number + 1))
+        axes[0].bar(positions, parts[number].softmax(0), color=KINDS[number])
+        axes[1].bar(positions, parts[number].softmax(0) * weights[number], color=KINDS[number])
         axes[2].bar(number, float(weights[number]), color=KINDS[number])
     axes[1].plot(range(len(z)), z.softmax(0), "_", color="black", markersize=9, label=f"softmax over all {len(z)}")
     axes[0].set(title="softmax of each block by itself", xlabel="key", xticks=range(0, len(z), 2))

@@ -43,13 +43,13 @@ def ways_to_compute(times_ms: Mapping[str, Mapping[int, Mapping[str, float]]]) -
 def parameters(counted: Mapping[str, tuple[int, int]]) -> Figure:
     """Return the parameters of some models, in total and active for a token: {name: (total, active)}."""
     figure, ax = plt.subplots(figsize=(WIDTH, 3))
-    for place, (total, active) in enumerate(counted.values()):
+    for position, (total, active) in enumerate(counted.values()):
         for shift, value, color, name in (
             (-0.2, total, LIGHT, "in total"),
             (0.2, active, KINDS[0], "active for a token"),
         ):
-            ax.bar(place + shift, value / 1e9, 0.4, color=color, label=None if place else name)
-            ax.text(place + shift, value / 1e9, f"{value / 1e9:.1f}", ha="center", va="bottom")
+            ax.bar(position + shift, value / 1e9, 0.4, color=color, label=None if position else name)
+            ax.text(position + shift, value / 1e9, f"{value / 1e9:.1f}", ha="center", va="bottom")
     ax.set(ylabel="billion parameters", ylim=(0, 1.15 * max(total for total, _ in counted.values()) / 1e9))
     ax.set_xticks(range(len(counted)), list(counted))
     ax.legend(loc="upper left")

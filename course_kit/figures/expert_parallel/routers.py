@@ -1,4 +1,4 @@
-"""What routers choose while they are trained."""
+"""Choices of routers while they are trained."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from course_kit.figures.style import GRAY, KINDS, WIDTH, styled
 from course_kit.labs.expert_parallel import dropped, unevenness
 
-SHADES = [f"{0.25 + 0.09 * place:.2f}" for place in range(8)]  # grays of the experts, but for the busiest
+SHADES = [f"{0.25 + 0.09 * position:.2f}" for position in range(8)]  # grays of the experts, but for the busiest
 REMEDIES = [(KINDS[2], "-"), (KINDS[0], "--"), (KINDS[3], ":")]
 Training = tuple[np.ndarray, np.ndarray, np.ndarray]  # losses [steps], choices [steps, layers, E], gradient norms
 

@@ -1,4 +1,4 @@
-"""What travels between ranks and nodes, when, and how long it takes beside the experts' work."""
+"""Traffic between ranks and nodes, and its time beside the experts' work."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def rows_sent(matrices: Mapping[str, torch.Tensor]) -> Figure:
 
 
 @styled
-def timeline(rounds: Mapping[str, Sequence[tuple[float, float, Sequence[tuple[float, float]]]]]) -> Figure:
+def timeline(runs: Mapping[str, Sequence[tuple[float, float, Sequence[tuple[float, float]]]]]) -> Figure:
     """Return when ranks compute and when they exchange, a panel per routing.
 
     rounds: by title and rank, the end, the begin of backward, and (begin, end) of each exchange, in ms.
     """
-    figure, axes = plt.subplots(len(rounds), 1, figsize=(WIDTH, 3.4), sharex=True)
-    for ax, (title, by_rank) in zip(axes, rounds.items(), strict=True):
+    figure, axes = plt.subplots(len(runs), 1, figsize=(WIDTH, 3.4), sharex=True)
+    for ax, (title, by_rank) in zip(axes, runs.items(), strict=True):
         n = len(by_rank)
         for rank, (end, middle, spans) in enumerate(by_rank):
             row = n - 1 - rank
@@ -88,10 +88,10 @@ def dispatch_ratios(cases: Mapping[str, tuple[float, int, int, float, int]]) -> 
     cases: by name: copies per token, top_k, width of an expert, bytes/s, bytes per element on the way out.
     """
     figure, ax = plt.subplots(figsize=(WIDTH, 3))
-    for place, (copies, top_k, width, link, sent_bytes) in enumerate(cases.values()):
+    for position, (copies, top_k, width, link, sent_bytes) in enumerate(cases.values()):
         value = parallel.dispatch_ratio(copies, top_k, width, link, PEAK, sent_bytes)
-        ax.bar(place, value, 0.6, color=KINDS[0] if value <= 1 else KINDS[2])
-        ax.text(place, max(value, 1) if value > 0.7 else value, f"{value:.2f}", ha="center", va="bottom")
+        ax.bar(position, value, 0.6, color=KINDS[0] if value <= 1 else KINDS[2])
+        ax.text(position, max(value, 1) if value > 0.7 else value, f"{value:.2f}", ha="center", va="bottom")
     ax.axhline(1, color=LIMIT, linestyle="--", linewidth=1, label="as long as the work")
     ax.set(ylabel="exchange over experts' work")
     ax.set_xticks(range(len(cases)), list(cases))
@@ -110,8 +110,8 @@ def dispatch_ratio_by_nodes(width: int = 2048, top_k: int = 8, nodes: int = 8, l
     across = [crossings(each, nodes, 32 * nodes, top_k, 1000)[0] for each in range(1, nodes + 1)]
     values = [parallel.dispatch_ratio(copies, top_k, width, INFINIBAND, PEAK, 1, 2) for copies in across]
     figure, ax = plt.subplots(figsize=(0.85 * WIDTH, 2.9))
-    places = range(1, nodes + 1)
-    ax.plot(places, values, "o-", color=GRAY, markersize=5)
+    positions = range(1, nodes + 1)
+    ax.plot(positions, values, "o-", color=GRAY, markersize=5)
     ax.plot(limit, values[limit - 1], "o", color=KINDS[0], markersize=10)
     ax.axhline(1, color=LIMIT, linestyle="--", linewidth=1)
     ax.text(limit, 1.5 * values[limit - 1], f"{values[limit - 1]:.2f}", ha="center", va="bottom")

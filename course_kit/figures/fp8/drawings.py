@@ -37,7 +37,7 @@ def operand_blocks() -> Figure:
 
 
 FP8, WIDE, MATMUL = PHASES["communication"], LIGHT, PHASES["forward"]
-BOXES = {  # name, x, y, color
+NODES = {  # name, x, y, color
     "x": ("x, BF16", 0, 3, WIDE),
     "x8": ("x in FP8,\n1 x 128", 2, 3, FP8),
     "fprop": ("Fprop", 4, 3, MATMUL),
@@ -63,11 +63,11 @@ ARROWS = (
 def data_flow() -> Figure:
     """Return what a linear layer has in 8 bits, in BF16 and in float32, in DeepSeek-V3's way, and its matmuls."""
     figure, ax = plt.subplots(figsize=(WIDTH, 4))
-    for x, y, text, color in ((x, y, text, color) for text, x, y, color in BOXES.values()):
+    for x, y, text, color in ((x, y, text, color) for text, x, y, color in NODES.values()):
         ax.add_patch(plt.Rectangle((x - 0.72, y - 0.27), 1.44, 0.54, facecolor=color, zorder=2))
         ax.text(x, y, text, ha="center", va="center", color=ink_on(color), zorder=3)
     for pair in ARROWS.split(", "):
-        (_, x0, y0, _), (_, x1, y1, _) = (BOXES[name] for name in pair.split())
+        (_, x0, y0, _), (_, x1, y1, _) = (NODES[name] for name in pair.split())
         dx, dy = 0.74 * (x1 > x0) - 0.74 * (x1 < x0), 0.29 * (y1 > y0) - 0.29 * (y1 < y0)
         dx, dy = (dx, 0.0) if y0 == y1 else (0.0, dy) if x0 == x1 else (dx, 0.0)
         arrow = {"arrowstyle": "->", "color": GRAY, "linewidth": 1.3}
@@ -85,7 +85,7 @@ def data_flow() -> Figure:
 
 @styled
 def ranks_of_a_layout(degrees: Mapping[str, int]) -> Figure:
-    """Return the ranks of a 4D layout, a box each, a stage per row; degrees: of tp, cp, pp and dp, innermost first."""
+    """Return the ranks of a 4D layout, a stage per row; degrees: of tp, cp, pp and dp, the innermost first."""
     tp, cp, pp, dp = degrees.values()
     figure, ax = plt.subplots(figsize=(WIDTH, 2.9))
     for rank in range(tp * cp * pp * dp):
@@ -94,8 +94,8 @@ def ranks_of_a_layout(degrees: Mapping[str, int]) -> Figure:
         color = RANKS[c % len(RANKS)]
         hatch = "//" if t % 2 else None
         ax.add_patch(plt.Rectangle((x, y), 0.9, 0.9, facecolor=color, edgecolor="white", hatch=hatch))
-        box = {"facecolor": color, "edgecolor": "none", "pad": 1.5}
-        ax.text(x + 0.45, y + 0.45, f"{rank}", ha="center", va="center", color=ink_on(color), bbox=box)
+        rectangle = {"facecolor": color, "edgecolor": "none", "pad": 1.5}
+        ax.text(x + 0.45, y + 0.45, f"{rank}", ha="center", va="center", color=ink_on(color), bbox=rectangle)
         if rank % (tp * cp) == 0:
             ax.text(x - 0.2, y + 0.45, f"stage {p}", ha="right", va="center")
         if p == 0 and c == t == 0:

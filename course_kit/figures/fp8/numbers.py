@@ -22,10 +22,10 @@ def power_of_two_axis(ax: Axes, label: str) -> None:
 
 
 @styled
-def errors_by_scale(found: Mapping[str, Mapping[str, ScaleErrors]]) -> Figure:
+def errors_by_scale(results: Mapping[str, Mapping[str, ScaleErrors]]) -> Figure:
     """Return the relative error in E4M3 and E5M2 by scale, a panel per kind of numbers; dots: no scale at all."""
-    figure, axes = plt.subplots(1, len(found), figsize=(WIDTH, 3.2), sharey=True)
-    for ax, (kind, by_format) in zip(axes, found.items(), strict=True):
+    figure, axes = plt.subplots(1, len(results), figsize=(WIDTH, 3.2), sharey=True)
+    for ax, (kind, by_format) in zip(axes, results.items(), strict=True):
         ax.axvline(1, color=LIGHT, zorder=0)
         for name, (factors, errors, unscaled) in by_format.items():
             color, style = FORMATS[name]

@@ -48,9 +48,9 @@ def gaps_by_learning_rate(rows: Sequence[Mapping[str, Any]]) -> Figure:
         reference = [end[first, rate, seed] for seed in seeds]
         spread = max(reference) - min(reference)
         ax.axhspan(-spread, spread, color=LIGHT, alpha=0.6, label=f"spread of {first}'s seeds")
-        for place, (name, (color, _)) in enumerate(zip(recipes, RECIPES, strict=False)):
+        for position, (name, (color, _)) in enumerate(zip(recipes, RECIPES, strict=False)):
             gaps = [end[name, rate, seed] - base for seed, base in zip(seeds, reference, strict=True)]
-            ax.plot([place] * len(gaps), gaps, "o", color=color, label=name)
+            ax.plot([position] * len(gaps), gaps, "o", color=color, label=name)
         ax.set(title=f"learning rate {rate:g}", xlim=(-0.5, len(recipes) - 0.5), xticks=[])
         ax.axhline(0, color="black", linewidth=0.8)
     axes[0].set(ylabel=f"loss of the last 50 steps, less {first}'s")

@@ -55,9 +55,9 @@ def errors_by_layer(
     model: Transformer, casts: Casts, batch: tuple[torch.Tensor, torch.Tensor]
 ) -> dict[str, list[float]]:
     """Return the errors of the operands and matmuls of each linear layer of the blocks, by its short name."""
-    found = matmul_errors(model, casts, *batch)
-    short = {name: name.replace("attention.", "").replace("mlp.", "").replace("_proj", "") for name in found}
-    return {short[name]: [row[key] for key in ERROR_COLUMNS] for name, row in found.items()}
+    results = matmul_errors(model, casts, *batch)
+    short = {name: name.replace("attention.", "").replace("mlp.", "").replace("_proj", "") for name in results}
+    return {short[name]: [row[key] for key in ERROR_COLUMNS] for name, row in results.items()}
 
 
 def in_e4m3(x: torch.Tensor, block: tuple[int, int] = quantization.TENSOR) -> torch.Tensor:
