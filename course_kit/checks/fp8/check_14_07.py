@@ -34,13 +34,13 @@ def check_history(steps: int) -> None:
         scale = scale_of_zeros(quantizer)
         expected = 1 if number < steps else 0.5
         assert scale == expected, (
-            f"a history of {steps} steps, E5M2, powers of two: after step {number} the scale is {scale:g}, not "
-            f"{expected}: the largest of a step's matrices joins the history, and step 0 leaves it after {steps} steps"
+            f"history={steps}, E5M2, powers of two: after step {number} the scale is {scale:g}, not "
+            f"{expected}: the largest of a step's matrices joins the history, and step 0 leaves it {steps} later"
         )
     for _ in range(steps):
         quantizer.update()
     assert quantizer(torch.full((2, 2), 57344.0 * 8)).scale == 8, (
-        f"after {steps} steps without a matrix the history is empty, and a matrix has its own scale again"
+        f"history={steps}: after as many steps without a matrix the history has zeros alone, and a matrix its own scale"
     )
     same = quantizer.amax is buffers[0] and quantizer.history is buffers[1]
     assert same, "amax and history are buffers, on the model's device: change them in place"
@@ -53,9 +53,9 @@ def check_stored() -> None:
     for size in (448.0, 1.0):
         layer.input(torch.full((2, 2), size))
         update_scales(layer)
-    kept = layer.weight(stored)
-    assert kept.scale == 2 and torch.equal(kept.values.float(), stored.float()), (
-        f"a weight that is stored in 8 bits is taken as it is, with its stored scale, 2, not {kept.scale.item():g}"
+    result = layer.weight(stored)
+    assert result.scale == 2 and torch.equal(result.values.float(), stored.float()), (
+        f"a weight that is stored in 8 bits is taken as it is, with its stored scale, 2, not {result.scale.item():g}"
     )
     newest = cast(DelayedQuantizer, layer.input).history.tolist()
     assert newest == [1, 448], f"the history has the newest step first: [1, 448], not {newest}"

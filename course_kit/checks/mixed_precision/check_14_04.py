@@ -91,7 +91,10 @@ def check_gradients() -> None:
     """Assert gradients in place and in their dtype, a sum that would overflow, and flags that add up in a step."""
     scaler, weights = LossScaler(0.25), [with_gradient([0.25] * 4, dtype) for dtype in (torch.bfloat16, torch.float32)]
     before = [(grad_of(weight).data_ptr(), weight.dtype) for weight in weights]
-    scaler.unscale(weights)
+    try:
+        scaler.unscale(weights)
+    except ValueError as error:
+        raise AssertionError(f"gradients in bfloat16 have float32's range, and are not refused ({error})") from None
     for weight, (memory, dtype) in zip(weights, before, strict=True):
         grad = grad_of(weight)
         assert grad.dtype == dtype and grad.data_ptr() == memory, (
