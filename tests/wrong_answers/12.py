@@ -290,3 +290,6 @@ bring(block, tile_b, (x, y), b, start + x, block.block_y * TILE + y, n)
 bring(block, tile_a, (y, x), a, row, start + x, n)
 =>
 bring(block, tile_a, (x, y), a, block.block_x * TILE + x, start + y, n)
+
+# %% 12.1 32 blocks, whatever the GPU
+"blocks": gpu.blocks_per_sm, => "blocks": 32,

@@ -244,3 +244,6 @@ tl.program_id(0).to(tl.int64) => tl.program_id(0)
 
 # %% 12.10 a copy in bfloat16, whatever its dtype
 cast(w, weights.dtype.element_ty), mask=inside => cast(w, tl.bfloat16), mask=inside
+
+# %% 12.9 a target that is no column has a loss
+tl.where(is_column, largest + tl.log(total), float("nan")) => largest + tl.log(total)

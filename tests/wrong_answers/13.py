@@ -533,3 +533,9 @@ lse_rows + first + row, mask=row < queries - first, other=0.0 => lse_rows + firs
 
 # %% 13.8 delta past the end is whatever a GPU loads
 delta_rows + first + row, mask=row < queries - first, other=0.0 => delta_rows + first + row, mask=row < queries - first
+
+# %% 13.6 v's rows are as far apart as k's
+v_rows += BLOCK_K * v_row => v_rows += BLOCK_K * k_row
+
+# %% 13.7 v's rows are as far apart as k's
+v_rows += BLOCK_K * v_row => v_rows += BLOCK_K * k_row

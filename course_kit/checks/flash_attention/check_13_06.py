@@ -60,6 +60,7 @@ def check() -> None:
     for s_q, s_k, heads, kv_heads, d, causal, dtype in CASES:
         q, k, v = (torch.randn(1, s, a, d + 16) for s, a in ((s_q, heads), (s_k, kv_heads), (s_k, kv_heads)))
         q, k, v = (x.to(dtype)[..., :d] for x in (q, k, v))  # heads are further apart than they are wide
+        v = torch.stack([v, v], 2)[:, :, 0]  # and v's rows further than k's
         case = f"{s_q} queries, {s_k} keys, head {d}, {'causal' if causal else 'not causal'}, {dtype}"
         with count_operations() as counts, record_launches() as launches:
             out, lse = run_guarded(forward.flash_forward_kernel, run_forward, q, k, v, None, s_q, causal, 0.4)

@@ -60,6 +60,6 @@ def check() -> None:
         assert_close(mine, exact, f"tiles of 16 queries and 32 keys: gradient of {name}", 8)
     assert_far_rows(("q",), find_far)
     given = backward_inputs(200, 200, 1, 1, 16, torch.float32, True, 0.4)
-    with in_blocks(kernel, BLOCK_Q=16, BLOCK_K=32), wide_offsets(32 * 16):  # a tile's own rows have smaller ones
+    with in_blocks(kernel, BLOCK_Q=16, BLOCK_K=32), wide_offsets(32 * 32):  # those inside a tile are smaller
         run_guarded(kernel, run_key_gradients, *given, True, 0.4)
     assert_16_bit_matmuls(assert_compiles(launches))  # of the last case, in bfloat16

@@ -46,6 +46,8 @@ def check() -> None:
         f"a GPU whose SMs have 48 warps: 3 blocks of 512 threads fill it, yours says {half.blocks_per_sm}, a fraction "
         f"of {half.fraction}"
     )
+    few = gpus.occupancy(dataclasses.replace(h100, blocks_per_sm=16), 32, 32)
+    assert few.blocks_per_sm == 16, f"a GPU with 16 blocks on an SM: 16 fit, yours says {few.blocks_per_sm}"
     for impossible in IMPOSSIBLE:
         try:
             refusal: object = gpus.occupancy(h100, *impossible)

@@ -32,9 +32,9 @@ def narrow_integers() -> Iterator[list[int]]:
         return add(self, pointer, offset)
 
     def multiplying(self, one, other):
-        product = multiply(self, one, other)
-        note(product.data)
-        return product
+        result = multiply(self, one, other)
+        note(result.data)
+        return result
 
     with (
         mock.patch.object(InterpreterBuilder, "create_addptr", adding),
