@@ -8,7 +8,7 @@ from pathlib import Path
 from jupyter_client import AsyncKernelManager, KernelManager
 
 
-def use_own_sockets(manager: KernelManager) -> None:
+def use_private_sockets(manager: KernelManager) -> None:
     """Have a kernel that has not started yet talk through sockets in a new folder.
 
     Jupyter's default is TCP ports that are chosen before the kernel starts: on a busy machine, another program can take
@@ -25,4 +25,4 @@ class LocalKernelManager(AsyncKernelManager):
 
     def __init__(self, **settings):
         super().__init__(**settings)
-        use_own_sockets(self)
+        use_private_sockets(self)

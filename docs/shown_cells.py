@@ -30,8 +30,8 @@ def shown(cell: dict) -> list[dict]:
         parts = [part for part in parts if part["source"]]
         parts[:-1] = [part | {"outputs": []} for part in parts[:-1]]
         return parts
-    if found := FIGURE.match(source.lstrip()):
-        described = {"mystnb": {"image": {"alt": found[1]}}}
+    if match := FIGURE.match(source.lstrip()):
+        described = {"mystnb": {"image": {"alt": match[1]}}}
         return [cell | {"metadata": cell["metadata"] | described}]
     return [cell]
 

@@ -5,8 +5,8 @@
 A notebook is replaced atomically after its last cell has run; if it fails, it does not change. It is cleaned
 (clean.py). Not saved: widget views, which are error messages without a kernel (so each widget has a static figure next
 to it), warnings that name files of this machine, and the remains of a long cell's progress bar. Pictures have twice the
-screen's pixels, and 64 colors to make up for it. Text cells below an output that has changed are listed: somebody has
-to read them again.
+screen's pixels, and 64 colors to make up for it. Text cells below an output that has changed are listed: read them
+again.
 """
 
 import base64

@@ -14,7 +14,9 @@ from course_lib.checkpoint import save_interval as intervals
 
 CAUSES = ["GPU", "Host", "Network", "Dependency", "Unplanned maintenance", "Unknown"]
 CAUSE_COLORS = dict(zip(CAUSES, [KINDS[2], KINDS[1], KINDS[3], KINDS[0], KINDS[4], LIGHT], strict=True))
-Box = tuple[tuple[int, int], tuple[int, int], tuple[int, int]]  # offsets and sizes of a shard, sizes of the tensor
+ShardExtent = tuple[
+    tuple[int, int], tuple[int, int], tuple[int, int]
+]  # offsets and sizes of a shard, sizes of the tensor
 
 
 def on_steps(ax: Axes) -> None:
@@ -67,20 +69,20 @@ def save_intervals(gpus: Sequence[int], mtbf_s: float, restart_s: float = 600) -
 
 
 @styled
-def shard_owners(held: Mapping[str, Sequence[tuple[Sequence[Box], Sequence[Box]]]]) -> Figure:
-    """Return which ranks hold which box of a weight and of its first moment, a column per layout.
+def shard_owners(held: Mapping[str, Sequence[tuple[Sequence[ShardExtent], Sequence[ShardExtent]]]]) -> Figure:
+    """Return which ranks hold which shard of a weight and of its first moment, a column per layout.
 
-    held: by layout and rank, the boxes of the weight and of its moment.
+    held: by layout and rank, the shards of the weight and of its moment.
     """
     figure, axes = plt.subplots(2, len(held), figsize=(WIDTH, 5.2))
     for column, (text, of_ranks) in enumerate(held.items()):
         for row, (ax, what) in enumerate(zip(axes[:, column], ("weight", "first moment"), strict=True)):
-            owners: dict[Box, list[int]] = {}
-            for rank, found in enumerate(of_ranks):
-                for box in found[row]:
-                    owners.setdefault(box, []).append(rank)
-            for box, ranks in owners.items():
-                draw_box(ax, box, ranks)
+            owners: dict[ShardExtent, list[int]] = {}
+            for rank, results in enumerate(of_ranks):
+                for rectangle in results[row]:
+                    owners.setdefault(rectangle, []).append(rank)
+            for rectangle, ranks in owners.items():
+                draw_rectangle(ax, rectangle, ranks)
             full = next(iter(owners))[2]
             title = f"{text.replace(',zero', ',' + chr(10) + 'zero')}\n{what}" if row == 0 else what
             ax.set(xlim=(-0.5, full[1] + 0.5), ylim=(full[0] + 0.5, -0.5), title=title)
@@ -89,9 +91,9 @@ def shard_owners(held: Mapping[str, Sequence[tuple[Sequence[Box], Sequence[Box]]
     return figure
 
 
-def draw_box(ax: Axes, box: Box, ranks: Sequence[int]) -> None:
+def draw_rectangle(ax: Axes, rectangle: ShardExtent, ranks: Sequence[int]) -> None:
     """Draw a shard with the ranks that hold it, in the color of the first of them."""
-    (top, left), (height, width), _ = box
+    (top, left), (height, width), _ = rectangle
     color = RANKS[ranks[0]]
     ax.add_patch(plt.Rectangle((left, top), width, height, facecolor=color, edgecolor="white", linewidth=1))
     if width > 0:

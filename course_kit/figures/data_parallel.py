@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import matplotlib.pyplot as plt
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from course_kit.figures.rectangles import rectangle
 from course_kit.figures.style import (
     GRAY,
     KINDS,
@@ -48,12 +48,6 @@ def published_speed(scaling: list[dict[str, float]]) -> Figure:
     return figure
 
 
-def box(ax: Axes, x: float, y: float, width: float, height: float, text: str, color: str) -> None:
-    """Draw a filled box with a text in it."""
-    ax.add_patch(plt.Rectangle((x, y), width, height, color=color))
-    ax.text(x + width / 2, y + height / 2, text, ha="center", va="center", color=ink_on(color))
-
-
 @styled
 def replicas_of_a_model() -> Figure:
     """Return a drawing of three GPUs: a batch each, the mean of their gradients, the same new weights."""
@@ -63,14 +57,14 @@ def replicas_of_a_model() -> Figure:
     for gpu in range(3):
         y = 2.4 - 1.1 * gpu
         ax.text(0, y + 0.3, f"GPU {gpu}", va="center", weight="bold")
-        box(ax, 1.2, y, 1.6, 0.6, f"batch {gpu}", LIGHT)
-        box(ax, 3, y, 1.6, 0.6, "forward", PHASES["forward"])
-        box(ax, 4.8, y, 1.6, 0.6, "backward", PHASES["backward"])
-        box(ax, 9, y, 1.6, 0.6, "optimizer", PHASES["optimizer"])
-        box(ax, 10.8, y, 1.6, 0.6, "new weights", MEMORY["parameters"])
+        rectangle(ax, 1.2, y, (1.6, 0.6), f"batch {gpu}", LIGHT)
+        rectangle(ax, 3, y, (1.6, 0.6), "forward", PHASES["forward"])
+        rectangle(ax, 4.8, y, (1.6, 0.6), "backward", PHASES["backward"])
+        rectangle(ax, 9, y, (1.6, 0.6), "optimizer", PHASES["optimizer"])
+        rectangle(ax, 10.8, y, (1.6, 0.6), "new weights", MEMORY["parameters"])
         for x in (6.45, 8.4):
             ax.annotate("", (x + 0.5, y + 0.3), (x, y + 0.3), arrowprops={"arrowstyle": "->"})
-    box(ax, 6.98, 0.2, 1.4, 2.8, "all-reduce:\nmean\nof the\ngradients", PHASES["communication"])
+    rectangle(ax, 6.98, 0.2, (1.4, 2.8), "all-reduce:\nmean\nof the\ngradients", PHASES["communication"])
     return figure
 
 
@@ -82,8 +76,8 @@ def buckets() -> Figure:
     ax.axis("off")
     names = ["embed", "L0 attn", "L0 mlp", "L1 attn", "L1 mlp", "L2 attn", "L2 mlp", "head"]
     for i, (name, bucket) in enumerate(zip(names, [2, 2, 2, 1, 1, 1, 0, 0], strict=True)):
-        box(ax, 2 * i, 1.5, 1.8, 0.6, name, KINDS[bucket])
-        box(ax, 2 * (7 - i), -0.5, 2, 0.6, name, KINDS[bucket])
+        rectangle(ax, 2 * i, 1.5, (1.8, 0.6), name, KINDS[bucket])
+        rectangle(ax, 2 * (7 - i), -0.5, (2, 0.6), name, KINDS[bucket])
     ax.text(8, 2.4, "parameters, in the order of the model", ha="center")
     ax.annotate("", (0.5, 1.15), (15.5, 1.15), arrowprops={"arrowstyle": "->", "linewidth": 1.5})
     ax.text(8, 0.7, "backward comes from the right", ha="center")
@@ -102,11 +96,11 @@ def one_bucket() -> Figure:
     start = 0.0
     for number, (name, width) in enumerate({"mlp.down": 5, "mlp.up": 3.5, "norm": 1.5}.items()):
         missing = name == "norm"
-        box(ax, start, 0, width - 0.06, 0.7, "zeros" if missing else "", MEMORY["gradients"])
+        rectangle(ax, start, 0, (width - 0.06, 0.7), "zeros" if missing else "", MEMORY["gradients"])
         ax.text(start + width / 2, 1.45, "no norm.grad" if missing else f"{name}.grad", ha="center")
         if not missing:
             ax.annotate("", (start + width / 2, 0.75), (start + width / 2, 1.35), arrowprops={"arrowstyle": "->"})
-        box(ax, 10.15 + 0.62 * number, 0, 0.56, 0.7, "110"[number], LIGHT)
+        rectangle(ax, 10.15 + 0.62 * number, 0, (0.56, 0.7), "110"[number], LIGHT)
         start += width
     ax.text(11.05, 1.45, "flags", ha="center")
     ax.annotate("", (0, -0.35), (12, -0.35), arrowprops={"arrowstyle": "<->"})
@@ -223,14 +217,14 @@ def overlap(
     gpus = [int(row["gpus"]) for row in scaling]
     speed = [row["tokens_per_s_per_gpu"] for row in scaling]
     bandwidths = dict(zip(published("all_reduce", "gpus"), published("all_reduce", "median_gb_s"), strict=True))
-    ratios, kept = [], []
+    ratios, saved = [], []
     for row, n in zip(scaling, gpus, strict=True):
         tokens, steps = int(4096 * row["micro_batch"] * larger), row["grad_accum"]
         ratios.append(replicas.overlap_ratio(tokens, n, 1e9 * bandwidths[n], PEAK * reached, gradient_bytes))
-        kept.append(100 * 1.5 * steps / (1.5 * steps - 1 + max(1, ratios[-1])))  # forward is half of backward
+        saved.append(100 * 1.5 * steps / (1.5 * steps - 1 + max(1, ratios[-1])))  # forward is half of backward
     figure, (left, right) = plt.subplots(1, 2, figsize=(WIDTH, 3.1))
     left.plot(gpus, [100 * value / speed[0] for value in speed], "o-", color=KINDS[0], label="published")
-    left.plot(gpus, kept, "s--", color=KINDS[4], markersize=4, label="by the ratio alone")
+    left.plot(gpus, saved, "s--", color=KINDS[4], markersize=4, label="by the ratio alone")
     left.set(ylabel="% of the speed on 8 GPUs", ylim=(0, 105), title="speed of a GPU")
     left.legend(loc="lower left")
     right.semilogy(gpus, ratios, "o-", color=PHASES["communication"])
@@ -251,10 +245,10 @@ def what_fits(presets: dict[str, str], lengths: Sequence[int], gpu_gib: float = 
     for ax, (name, preset) in zip(axes, presets.items(), strict=True):
         shape = PRESETS[preset]
         states = state_bytes(param_count(shape), "bf16, no master weights")
-        kept = [gpt_activation_bytes(shape.layers, shape.hidden, shape.heads, 1, n, "selective") for n in lengths]
+        saved = [gpt_activation_bytes(shape.layers, shape.hidden, shape.heads, 1, n, "selective") for n in lengths]
         parts = {part: np.full(len(lengths), size / GiB) for part, size in states.items()}
         bottom = np.zeros(len(lengths))
-        for part, size in (parts | {"activations": np.array(kept) / GiB}).items():
+        for part, size in (parts | {"activations": np.array(saved) / GiB}).items():
             ax.bar(range(len(lengths)), size, bottom=bottom, color=MEMORY[part], label=part, edgecolor="white")
             bottom = bottom + size
         ax.axhline(gpu_gib, color=LIMIT, linestyle="--", linewidth=1)

@@ -52,8 +52,8 @@ def activations_by_batch(config: ModelConfig, seq: int, batches: Sequence[int], 
     return figure
 
 
-def box(ax: Axes, x: float, y: float, width: float, text: str, color: str, dashed: bool = False) -> None:
-    """Draw a box of height 0.6 with a text in it; dashed: its outline alone."""
+def rectangle(ax: Axes, x: float, y: float, width: float, text: str, color: str, dashed: bool = False) -> None:
+    """Draw a rectangle of height 0.6 with a text in it; dashed: its outline alone."""
     style: dict[str, Any] = {"fill": False, "linestyle": "--", "edgecolor": color} if dashed else {"color": color}
     ax.add_patch(plt.Rectangle((x, y), width, 0.6, **style))
     ink = readable(color) if dashed else ink_on(color)
@@ -69,12 +69,12 @@ def replay() -> Figure:
     for y, name in ((2.4, "forward"), (1.2, "replay"), (0.0, "backward")):
         ax.text(0, y + 0.3, name, va="center", weight="bold")
     for i in range(4):
-        box(ax, 2.4 + 2 * i, 2.4, 1.5, f"block {i}", PHASES["forward"])
+        rectangle(ax, 2.4 + 2 * i, 2.4, 1.5, f"block {i}", PHASES["forward"])
         ax.plot([2.15 + 2 * i] * 2, [2.3, 3.1], color=MEMORY["activations"], linewidth=3)
         ax.text(2.15 + 2 * i, 3.2, "kept", ha="center", color=readable(MEMORY["activations"]))
-    box(ax, 6.4, 1.2, 1.5, "block 2", PHASES["forward"], dashed=True)
+    rectangle(ax, 6.4, 1.2, 1.5, "block 2", PHASES["forward"], dashed=True)
     for i in (2, 3):
-        box(ax, 2.4 + 2 * i, 0, 1.5, f"gradient {i}", PHASES["backward"])
+        rectangle(ax, 2.4 + 2 * i, 0, 1.5, f"gradient {i}", PHASES["backward"])
     for end, start in (((6.25, 1.5), (6.15, 2.25)), ((7.15, 0.65), (7.15, 1.15)), ((7.95, 0.3), (8.35, 0.3))):
         ax.annotate("", end, start, arrowprops={"arrowstyle": "->"})
     ax.text(8.1, 1.5, "from the kept input;\nfreed after gradient 2", va="center", color=GRAY)
@@ -98,7 +98,7 @@ def step_flops(flops: dict[str, dict[str, float]], counted: dict[str, float]) ->
 
 
 @styled
-def time_against_memory(kept: dict[str, int], relative: dict[str, float], rows: dict[str, tuple[str, bool]]) -> Figure:
+def time_against_memory(saved: dict[str, int], relative: dict[str, float], rows: dict[str, tuple[str, bool]]) -> Figure:
     """Return the time of forward and backward against the bytes kept, a marker per way to compute.
 
     kept: bytes; relative: times of that of flash attention without recomputation; rows: mode, and whether attention
@@ -106,16 +106,16 @@ def time_against_memory(kept: dict[str, int], relative: dict[str, float], rows: 
     """
     figure, ax = plt.subplots(figsize=(WIDTH, 3.4))
     for name, (mode, plain) in rows.items():
-        x, y = kept[name] / MiB, relative[name]
+        x, y = saved[name] / MiB, relative[name]
         face = "white" if plain else MODES[mode]
         size = 12 if name == "flash, none" else 8  # flash, selective lies on it
         ax.plot(x, y, MARKERS[mode], color=MODES[mode], markerfacecolor=face, markersize=size)
         left = name in ("flash, keep_matmuls", "plain core, selective")  # to the right of these stands another marker
-        place = (-9 if left else 9, -14 if name in ("flash, none", "flash, keep_matmuls") else 6)
-        ax.annotate(name, (x, y), textcoords="offset points", xytext=place, ha="right" if left else "left")
+        position = (-9 if left else 9, -14 if name in ("flash, none", "flash, keep_matmuls") else 6)
+        ax.annotate(name, (x, y), textcoords="offset points", xytext=position, ha="right" if left else "left")
     ax.axhline(1, color=GRAY, linewidth=0.5)
     ax.set(xlabel="MiB kept at the end of forward", ylabel="time (flash, none = 1)")
-    ax.set(xlim=(0, 1.3 * max(kept.values()) / MiB), ylim=(0.8, 1.15 * max(relative.values())))
+    ax.set(xlim=(0, 1.3 * max(saved.values()) / MiB), ylim=(0.8, 1.15 * max(relative.values())))
     ax.set_title("hollow: attention that keeps its scores")
     return figure
 
@@ -124,8 +124,10 @@ def time_against_memory(kept: dict[str, int], relative: dict[str, float], rows: 
 def utilization(used: dict[str, tuple[float, float]], peak: float) -> Figure:
     """Return MFU and HFU of each mode, as shares (0 to 1) of the machine's best rate `peak` (FLOP/s)."""
     figure, ax = plt.subplots(figsize=(0.75 * WIDTH, 2.6))
-    for place, ratios in enumerate(used.values()):
-        bars = ax.bar([place - 0.2, place + 0.2], [100 * r for r in ratios], width=0.36, color=[KINDS[0], KINDS[2]])
+    for position, ratios in enumerate(used.values()):
+        bars = ax.bar(
+            [position - 0.2, position + 0.2], [100 * r for r in ratios], width=0.36, color=[KINDS[0], KINDS[2]]
+        )
         ax.bar_label(bars, [f"MFU {ratios[0]:.0%}", f"HFU {ratios[1]:.0%}"])
     ax.set_xticks(range(len(used)), [f"recomputation: {mode}" for mode in used])
     ax.set(ylabel="% of the best rate", title=f"best rate: {peak / 1e9:.0f} GFLOP/s", ylim=(0, 110))
@@ -140,15 +142,15 @@ def accumulation() -> Figure:
     ax.axis("off")
     for i in range(4):
         x = 0.1 + 2.75 * i
-        box(ax, x, 1.5, 1.2, "forward", PHASES["forward"])
-        box(ax, x + 1.25, 1.5, 1.3, "backward", PHASES["backward"])
+        rectangle(ax, x, 1.5, 1.2, "forward", PHASES["forward"])
+        rectangle(ax, x + 1.25, 1.5, 1.3, "backward", PHASES["backward"])
         ax.text(x + 1.25, 2.3, f"micro-batch {i}", ha="center")
         ax.annotate("", (x + 1.9, 0.72), (x + 1.9, 1.45), arrowprops={"arrowstyle": "->"})
         ax.text(x + 2.0, 1.05, "adds", color=GRAY)
     text = "gradients: one buffer, from the first backward to the optimizer step"
-    box(ax, 0.1, 0.1, 10.8, text, MEMORY["gradients"])
+    rectangle(ax, 0.1, 0.1, 10.8, text, MEMORY["gradients"])
     ax.annotate("", (11.35, 0.4), (10.95, 0.4), arrowprops={"arrowstyle": "->"})
-    box(ax, 11.4, 0.1, 1.5, "optimizer", PHASES["optimizer"])
+    rectangle(ax, 11.4, 0.1, 1.5, "optimizer", PHASES["optimizer"])
     return figure
 
 
@@ -219,10 +221,10 @@ def gpu_trace() -> Figure:
 def step_timelines(**profiles) -> Figure:
     """Return the first step of each profile (torch.profiler), on one scale of time; gray: other operators."""
     figure, axes = plt.subplots(len(profiles), 1, figsize=(WIDTH, 1 + 1.4 * len(profiles)), sharex=True, squeeze=False)
-    found = {name: spans(profile) for name, profile in profiles.items()}
-    steps = [next(span for span in each if span.name.startswith("ProfilerStep")) for each in found.values()]
+    results = {name: spans(profile) for name, profile in profiles.items()}
+    steps = [next(span for span in each if span.name.startswith("ProfilerStep")) for each in results.values()]
     longest = max(step.end_ms for step in steps)
-    for ax, step, (name, everything) in zip(axes.flat, steps, found.items(), strict=True):
+    for ax, step, (name, everything) in zip(axes.flat, steps, results.items(), strict=True):
         shown = [span for span in everything if span.start_ms < step.end_ms and "#" not in span.name]
         shown = [span for span in shown if not span.name.startswith("ProfilerStep")]
         draw_spans(ax, shown, STEP | OPERATORS, tuple(STEP), longest)
@@ -285,8 +287,8 @@ def peaks_by_micro_batch(micro: Sequence[int], peaks: dict[str, Sequence[float]]
     """Return peak memory in MiB by sequences per micro-batch, a bar per mode, and the states in it."""
     figure, ax = plt.subplots(figsize=(0.85 * WIDTH, 3))
     for index, (mode, values) in enumerate(peaks.items()):
-        places = [place + 0.28 * (index - 1) for place in range(len(micro))]
-        bars = ax.bar(places, values, width=0.26, color=MODES[mode], label=f"recomputation: {mode}")
+        positions = [position + 0.28 * (index - 1) for position in range(len(micro))]
+        bars = ax.bar(positions, values, width=0.26, color=MODES[mode], label=f"recomputation: {mode}")
         ax.bar_label(bars, [f"{value:.0f}" for value in values])
     ax.axhline(states_mib, color=GRAY, linestyle=":", label="parameters and gradients")
     ax.set_xticks(range(len(micro)), [f"{n}" for n in micro])

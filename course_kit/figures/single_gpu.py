@@ -44,7 +44,7 @@ OPERATIONS = [  # of a GPT layer: name, bytes in sbh of what is h or 4h wide, in
 
 
 def stack(
-    ax: Axes, place: float, parts: dict[str, float], named: bool, width: float = 0.6, across: bool = False
+    ax: Axes, position: float, parts: dict[str, float], named: bool, width: float = 0.6, across: bool = False
 ) -> float:
     """Draw one bar of parts, in GiB, in the colors of MEMORY; `named`: for the legend. Return its length."""
     end = 0.0
@@ -56,9 +56,9 @@ def stack(
             "linewidth": 0.5,
         }
         if across:
-            ax.barh(place, size / GiB, left=end, height=width, **at)
+            ax.barh(position, size / GiB, left=end, height=width, **at)
         else:
-            ax.bar(place, size / GiB, bottom=end, width=width, **at)
+            ax.bar(position, size / GiB, bottom=end, width=width, **at)
         end += size / GiB
     return end
 
@@ -68,9 +68,9 @@ def training_memory(config: ModelConfig, lengths: Sequence[int], gpu_gib: float 
     """Return bars in GiB: a model's file in BF16, and training it on one sequence of each of these lengths."""
     figure, ax = plt.subplots(figsize=(WIDTH, 3.2))
     ax.bar(0, 2 * param_count(config) / GiB, width=0.6, color=MEMORY["parameters"])
-    for place, seq in enumerate(lengths, start=1):
+    for position, seq in enumerate(lengths, start=1):
         parts = state_bytes(param_count(config), "bf16") | {"activations": activation_bytes(config, batch=1, seq=seq)}
-        stack(ax, place, parts, named=place == 1)
+        stack(ax, position, parts, named=position == 1)
     limit_line(ax, gpu_gib, "one H100")
     ax.set_xticks(range(len(lengths) + 1), ["the file"] + [f"training,\n{seq:,} tokens" for seq in lengths])
     ax.set(ylabel="GiB", title="BF16 mixed precision, AdamW, flash attention, one sequence")

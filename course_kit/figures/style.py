@@ -99,14 +99,6 @@ def readable(color: str) -> str:
     return color
 
 
-def use_style() -> None:  # until the last notebook draws by functions
-    """Set the style of all later figures."""
-    plt.rcParams.update({**STYLE, "figure.constrained_layout.use": False})
-
-
-RANK_INK = [ink_on(color) for color in RANKS]  # of text on a rank's color
-
-
 def limit_line(axes: Axes, gib: float, name: str, position: float = 0.01) -> None:
     """Draw the memory of a GPU, in GiB, as a dashed red line with its name at `position` of the width (0 to 1)."""
     axes.axhline(gib, color=LIMIT, linestyle="--", linewidth=1)

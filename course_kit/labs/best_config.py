@@ -127,12 +127,31 @@ def measured_slots(runs: list[MeasuredRun], model: str, nodes: int, tp: int, pp:
     return sorted(slots)
 
 
+def speeds_by_tp(runs: list[MeasuredRun], model: str, nodes: int = 16) -> dict[int, list[float]]:
+    """Return the tokens/s per GPU of the successful runs without a pipeline on up to so many nodes, by tp above 1."""
+    those = [run for run in runs if run.ok and run.model == model and run.layout.pp == 1 and run.nodes <= nodes]
+    return {
+        tp: [run.batch * 4096 / run.step_s / (8 * run.nodes) for run in those if run.layout.tp == tp]
+        for tp in sorted({run.layout.tp for run in those} - {1})
+    }
+
+
 def errors_line(runs: list[MeasuredRun], predicted: Predicted) -> str:
     """Return median errors, the share of right "it fits", and how many runs took over twice their predicted time."""
     errors = ", ".join(f"{name} {value:.2%}" for name, value in accuracy(runs, predicted).items() if name != "runs")
     times = [(run.step_s, step_s) for run, step_s in zip(runs, predicted.step_s, strict=True) if run.ok]
     slow = sum(measured > 2 * step_s for measured, step_s in times)
     return f"{errors}; slow runs: {slow} of the {len(times)} that ran"
+
+
+def errors_by_nodes(runs: list[MeasuredRun], predicted: Predicted) -> str:
+    """Return `errors_line` for the runs on up to 32 nodes, and for those on 64."""
+    lines = []
+    for name, nodes in (("up to 32 nodes", range(33)), ("64 nodes", (64,))):
+        rows = [i for i, run in enumerate(runs) if run.nodes in nodes]
+        part = Predicted(predicted.step_s[rows], predicted.peak_bytes[rows], predicted.risk[rows])
+        lines.append(f"{name}: {errors_line([runs[i] for i in rows], part)}")
+    return "\n".join(lines)
 
 
 def seen_and_unseen(runs: list[MeasuredRun], cluster: Cluster) -> dict[str, dict[str, float]]:
@@ -149,8 +168,9 @@ def validation_table(recorded: dict) -> str:
         for size, those in recorded[how].items():
             rows[f"{label}, {size}"] = those["all"]
             rows[f"{label}, {size}, no slow runs"] = those["without the slow mode"]
-    lines = [f"{'':45s}" + "".join(f"{short:>12s}" for short in COLUMNS.values())]
-    lines += [f"{name:45s}" + "".join(f"{row[column]:12.1%}" for column in COLUMNS) for name, row in rows.items()]
+    wide = max(map(len, rows))
+    lines = [" " * wide + "".join(f"{short:>12s}" for short in COLUMNS.values())]
+    lines += [f"{name:{wide}s}" + "".join(f"{row[column]:12.1%}" for column in COLUMNS) for name, row in rows.items()]
     return "\n".join(lines)
 
 
@@ -186,8 +206,11 @@ def regret_table(runs: list[MeasuredRun], recorded: dict, cluster: Cluster) -> s
         for (model, nodes), each in large.items()
     ]
     heads = ("regret", *REGRET_PARTS.values())
-    lines = [f"{'':21s}" + "".join(f"{head:>12s}" for head in heads)]
-    lines += [f"{row:21s}" + "".join(f"{each:12.1%}" for each in parts) + reason for row, parts, reason in rows]
+    wide, widths = max(len(row) for row, *_ in rows), [max(9, len(head) + 2) for head in heads]
+    lines = [" " * wide + "".join(f"{head:>{width}s}" for head, width in zip(heads, widths, strict=True))]
+    for row, parts, reason in rows:
+        cells = "".join(f"{each:{width}.1%}" for each, width in zip(parts, widths, strict=True))
+        lines.append(f"{row:{wide}s}{cells}{reason}")
     return "\n".join(lines)
 
 

@@ -177,13 +177,13 @@ class Fit(NamedTuple):
 
 def fits_of(records: dict[int, list[dict]]) -> dict[int, dict[str, Fit]]:
     """Return the fits of the swept collectives, by number of ranks."""
-    found: dict[int, dict[str, Fit]] = {}
+    results: dict[int, dict[str, Fit]] = {}
     for n, of_n in records.items():
         for collective in SWEPT:
             sizes, seconds, busbw = series(of_n, collective, "bytes", "seconds", "busbw")
             fit = Fit(sizes, busbw, *bandwidth.fit_alpha_beta(sizes, seconds))
-            found.setdefault(n, {})[collective] = fit
-    return found
+            results.setdefault(n, {})[collective] = fit
+    return results
 
 
 def compare_with_gloo(group: dist.ProcessGroup, size: int, repeats: int) -> dict[str, float]:

@@ -6,19 +6,28 @@ import contextlib
 import math
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import triton
 
 from course_kit.checks import reference
+from course_kit.gpu import attention_traffic as formulas
 from course_kit.gpu.ablations import undone
+from course_kit.gpu.attention_launches import count, first_launch, forward_launch, standard_bytes
 from course_kit.gpu.launches import record_launches
 from course_kit.labs.kernels import device
+from course_kit.labs.recorded import recorded_on
 from course_kit.typed import grad_of, world
 from course_lib.context_parallel.attention import ring_attention
-from course_lib.flash_attention import backward, forward, operator
+from course_lib.flash_attention import backward, flash_attention_reference, forward, operator, tiles
+from course_lib.kernels.gpus import GPU
+from course_lib.kernels.roofline import roofline_of
+from course_lib.kernels.sectors import SECTOR_BYTES
 from course_lib.sequence_parallel.shards import zigzag_shard
 from course_lib.single_gpu import model as plain_model
 from course_lib.single_gpu.profile import MemoryProfile
@@ -66,7 +75,8 @@ def assert_close(result: torch.Tensor, wanted: torch.Tensor, case: str, factor: 
     assert result.shape == wanted.shape, f"{case}: shape {list(result.shape)} instead of {list(wanted.shape)}"
     nan = int(result.isnan().sum())
     hint = f". {hint}" if hint else ""
-    assert not nan, f"{case}: {nan} of {result.numel()} elements are NaN (-inf - -inf, 0 / 0, never written?){hint}"
+    causes = "-inf - -inf, 0 / 0, never written, loaded without `other`?"
+    assert not nan, f"{case}: {nan} of {result.numel()} elements are NaN ({causes}){hint}"
     eps = torch.finfo(result.dtype).eps * (16 if result.dtype == torch.float32 else 1)
     allowed = factor * eps * wanted.abs().max().item()
     wrong = ((result.double() - wanted).abs() > allowed).nonzero()
@@ -81,6 +91,18 @@ def assert_close(result: torch.Tensor, wanted: torch.Tensor, case: str, factor: 
 def error(result: torch.Tensor, wanted: torch.Tensor) -> float:
     """Return the root mean square of the error, relative to the values' root mean square."""
     return ((result.double() - wanted).square().mean() / wanted.square().mean()).sqrt().item()
+
+
+def errors_in_tiles(dtype: torch.dtype, shapes: int = 20) -> list[tuple[int, float, float]]:
+    """Return tokens, the error of attention in tiles and that of PyTorch's attention, for random shapes."""
+    generator, errors = torch.Generator().manual_seed(0), []
+    for _ in range(shapes):
+        s, heads = (int(torch.randint(*bounds, (1,), generator=generator)) for bounds in ((32, 300), (1, 4)))
+        q, k, v = (torch.randn(1, s, heads, 32, generator=generator).to(dtype) for _ in range(3))
+        wanted, _ = exact_attention(q, k, v, True, 32**-0.5)
+        mine, theirs = flash_attention_reference(q, k, v), plain_model.causal_attention(q, k, v)
+        errors.append((s, error(mine, wanted), error(theirs, wanted)))
+    return errors
 
 
 def saved_bytes(way: Attention, *inputs: torch.Tensor) -> int:
@@ -112,6 +134,35 @@ def forward_and_backward(
             torch.accelerator.synchronize()
         times.append(time.perf_counter() - begin)
     return min(times, default=math.nan), sum(profile.peak().values()) / 2**20
+
+
+def kernel_curve(way: Attention, lengths: Sequence[int]) -> list[tuple[float, float]]:
+    """Return seconds and peak MiB of the kernels by length. Interpreted, a time says nothing and long sequences take
+    long: the first two lengths have memory alone, the others NaN.
+    """
+    if device().type != "cpu":
+        return [forward_and_backward(way, s) for s in lengths]
+    short = [forward_and_backward(way, s, repeats=0) for s in lengths[:2]]
+    return short + [(math.nan, math.nan)] * (len(lengths) - 2)
+
+
+def growth(curves: Mapping[str, Sequence[tuple[float, float]]], lengths: Sequence[int]) -> str:
+    """Return the factor by which peak memory grows from half of the last length to the last, for each curve."""
+    half = lengths.index(lengths[-1] // 2)
+    return ", ".join(f"{curve[-1][1] / curve[half][1]:.1f} ({name})" for name, curve in curves.items())
+
+
+def error_table(
+    ways: Mapping[str, Attention], curves: Mapping[str, Sequence[tuple[float, float]]], tokens: int, heads: int = 2
+) -> str:
+    """Return ms and MiB of the last point of each way's curve, and its error on random q, k and v, as a table."""
+    q, k, v = (torch.randn(1, tokens, heads, 64, device=device()) for _ in range(3))
+    exact = exact_attention(q, k, v, True, 64**-0.5)[0]
+    lines = [f"{f'{tokens:,} tokens, {heads} heads of 64, causal':36s}{'ms':>8s}{'MiB':>8s}{'error':>10s}"]
+    for name, way in ways.items():
+        seconds, peak = curves[name][-1]
+        lines.append(f"{name:36s}{seconds * 1e3:8.1f}{peak:8.2f}{error(way(q, k, v), exact):10.1e}")
+    return "\n".join(lines)
 
 
 Steps = tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]
@@ -173,6 +224,98 @@ def finished_kernels(changes: dict[str, dict[str, str]]) -> dict[str, triton.run
     """
     with reference_kernels():
         return {name: undone(forward.flash_forward_kernel, replaced) for name, replaced in changes.items()}
+
+
+# Traffic and tiles.
+
+
+def attention_versions(gpu: GPU, s: int = 4096, heads: int = 16) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the bytes that versions of a causal forward move (heads of 128, BF16), and the share of the peak that each
+    can reach, by the roofline.
+    """
+    shape = formulas.AttentionShape(1, s, s, heads, heads, 128)
+    traffic = {
+        "standard, scores in memory": formulas.standard_traffic(shape),
+        "keys outside": formulas.first_traffic(shape),
+        "queries outside": formulas.flash_traffic(shape, 128, 64, True),
+        "queries outside, k and v from L2": formulas.least_traffic(shape),
+    }
+    flops, roof = tiles.flops_forward(1, s, s, heads, 128, causal=True), roofline_of(gpu)
+    return traffic, {name: roof.attainable(flops / size) / roof.peak_flops for name, size in traffic.items()}
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of a forward of one head of 64 in BF16: by formula for each of `sizes`, and counted for some of them."""
+
+    sizes: list[int]
+    by_formula: dict[str, list[float]]
+    counted: dict[str, dict[int, float]]
+    least: list[float]  # with k and v from the L2 cache
+
+    def table(self) -> str:
+        """Return formulas and counts side by side, where both are known."""
+        lines = [f"{'one head of 64, bfloat16':28s}{'tokens':>7s}{'formula':>11s}{'counted':>11s}  bytes"]
+        for name, counts in self.counted.items():
+            for s, size in counts.items():
+                formula = self.by_formula[name][self.sizes.index(s)]
+                lines.append(f"{name:28s}{s:7,}{formula:11,.0f}{size:11,}")
+        return "\n".join(lines)
+
+
+def forward_traffic(kernel: triton.runtime.KernelInterface, counted_at: Sequence[int] = (128, 256)) -> Traffic:
+    """Return the traffic of the standard way and of both orders of loops, for 128 to 4,096 tokens.
+
+    kernel: the finished forward kernel, whose launches are counted; the first order is counted where kernels are
+    interpreted.
+    """
+    sizes = [128 * 2**i for i in range(6)]
+    shapes = [formulas.AttentionShape(1, s, s, 1, 1, 64) for s in sizes]
+    ways: dict[str, tuple[Callable[..., float], Callable[[int], float] | None]] = {
+        "standard": (formulas.standard_traffic, standard_bytes),
+        "keys outside, 64 x 64": (
+            formulas.first_traffic,
+            (lambda s: SECTOR_BYTES * count(first_launch(s)).sectors()) if triton.knobs.runtime.interpret else None,
+        ),
+        "queries outside, 128 x 64": (
+            lambda shape: formulas.flash_traffic(shape, 128, 64, True),
+            lambda s: SECTOR_BYTES * count(forward_launch(kernel, s)).sectors(),
+        ),
+    }
+    return Traffic(
+        sizes,
+        {name: [formula(shape) for shape in shapes] for name, (formula, _) in ways.items()},
+        {name: {s: counter(s) for s in counted_at} for name, (_, counter) in ways.items() if counter},
+        [formulas.least_traffic(shape) for shape in shapes],
+    )
+
+
+def mask_shares(mask: Callable[..., torch.Tensor], tokens: int = 256, block: int = 32) -> np.ndarray:
+    """Return the share of the pairs in each tile that a mask of FlexAttention sees: [tokens / block, tokens / block].
+
+    Asserts that FlexAttention finds as many full and partial tiles. mask: of batch, head, query and key.
+    """
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    index, side = torch.arange(tokens), tokens // block
+    shares = mask(0, 0, index[:, None], index[None, :]).view(side, block, side, block).float().mean((1, 3))
+    blocks = create_block_mask(mask, 1, 1, tokens, tokens, device="cpu", BLOCK_SIZE=block)
+    assert blocks.full_kv_num_blocks is not None
+    assert int(blocks.full_kv_num_blocks.sum()) == int((shares == 1).sum())
+    assert int(blocks.kv_num_blocks.sum()) == int(((shares > 0) & (shares < 1)).sum())
+    return shares.numpy()
+
+
+def recorded_times(record: Mapping[str, Any]) -> str:
+    """Return the milliseconds of a record of attention as a table: a row per size and pass, a column per kernel."""
+    kernels = ("flash", "flex", "cuDNN", "ours", "math")
+    lines = [f"{recorded_on(record)}; sequences x tokens, head size; BF16; ms"]
+    lines.append(" " * 35 + "".join(f"{name:>8s}" for name in kernels))
+    for row in record["rows"]:
+        if row["pass"] != "peak":
+            times = (f"{row['ms'][name]:8.2f}" if name in row["ms"] else f"{'–':>8s}" for name in kernels)
+            lines.append(f"{row['size']:25s} {row['pass']:9s}" + "".join(times))
+    return "\n".join(lines)
 
 
 # The lab: four faults of the reference.

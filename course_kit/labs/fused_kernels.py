@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import gc
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +18,7 @@ from course_kit.gpu.operation_bytes import BytesMoved
 from course_kit.gpu.transactions import count_transactions
 from course_kit.labs.kernels import device
 from course_kit.labs.peak import peak_of
+from course_kit.labs.recorded import recorded_on
 from course_kit.typed import grad_of
 from course_lib.kernels.fused_loss import chunk_size
 from course_lib.kernels.fused_norm import rms_norm
@@ -136,8 +139,30 @@ def peak_of_loss(
         forward_and_backward()
         peak = (torch.cuda.max_memory_allocated() - before) / 2**20
     else:
+        gc.collect()  # otherwise, the profiler warns when older blocks are freed while it runs
         peak = peak_of(forward_and_backward)
     return peak, losses[0].item(), grad_of(rows).norm().item()
+
+
+def loss_memory_table(
+    ways: Mapping[str, LossFunction], hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
+) -> str:
+    """Return a line per way to compute the loss: peak memory, the loss, and the norm of hidden's gradient."""
+    lines = []
+    for name, way in ways.items():
+        peak, value, norm = peak_of_loss(way, hidden, weight, targets)
+        lines.append(f"{name:30s} peak {peak:6.1f} MiB   loss {value:.6f}   gradient norm {norm:.6f}")
+    return "\n".join(lines)
+
+
+def recorded_steps(record: Mapping[str, Any]) -> str:
+    """Return a recorded step of a model as a table: eager, compiled, and with the kernels."""
+    lines = [recorded_on(record), f"a step of {record['rows'][0]['preset']}, 4 x 4,096 tokens, autocast to BF16:"]
+    for row in record["rows"]:
+        if row["way"] in ("eager", "compile", "kernels"):
+            speed = f"{1e3 * row['step_s']:5.0f} ms {row['tokens_per_s']:8,.0f} tokens/s   MFU {row['mfu']:.0%}"
+            lines.append(f"  {row['way']:8s}{speed}   peak {row['peak_memory'] / 2**30:.0f} GiB")
+    return "\n".join(lines)
 
 
 def largest_difference(theirs: Iterable[torch.Tensor], ours: Iterable[torch.Tensor]) -> float:

@@ -62,6 +62,17 @@ def rates_by_size(run: Callable[[torch.Tensor], torch.Tensor], sizes: Sequence[i
     return rates
 
 
+def strided_copy(block: Block, source: torch.Tensor, target: torch.Tensor, stride: int) -> None:
+    """Copy every stride-th element of source to target, one per thread."""
+    block.store(target, block.x, block.load(source, block.x * stride))
+
+
+def sectors_by_stride(strides: Sequence[int]) -> dict[int, int]:
+    """Return the sectors that one request of a warp loads, counted, for strides in elements of float32."""
+    source, target = torch.zeros(32 * max(strides)), torch.zeros(32)
+    return {s: run_blocks(strided_copy, (1,), (32,), source, target, s).sectors("load") for s in strides}
+
+
 def first_loads(kernel: Callable, threads: tuple[int, ...], n: int = 32) -> list[np.ndarray]:
     """Return the elements of a and of b that the 32 lanes of warp 0 load for k = 0 in a matmul of [n, n] matrices."""
     seen, count = [], Block.count
@@ -82,6 +93,23 @@ def loaded_map(elements: np.ndarray, n: int = 32) -> np.ndarray:
     counts.reshape(-1, SECTOR)[np.unique(elements // SECTOR)] = 1
     counts[elements] = 2
     return counts.reshape(n, n)
+
+
+def loaded_maps(kernel: Callable, threads: tuple[int, ...]) -> dict[str, np.ndarray]:
+    """Return `loaded_map` of a and of b for the first loads of warp 0."""
+    return {name: loaded_map(elements) for name, elements in zip("ab", first_loads(kernel, threads), strict=True)}
+
+
+def fetch_times(
+    gpu: gpus.GPU, groups: Sequence[int], side: int = 8192, tile: int = 128
+) -> tuple[dict[int, float], float]:
+    """Return the microseconds that a wave's strips of a and b take from HBM, by rows in a group, and those of its
+    matmuls at the data sheet's peak, for matrices of `side` in BF16.
+    """
+    tiles, running = side // tile, gpu.sms
+    strips = {group: matmul.strips_per_wave(tiles, tiles, group, running) for group in groups}
+    fetch_us = {group: 1e6 * n * tile * side * 2 / gpu.bytes_per_s for group, n in strips.items()}
+    return fetch_us, 1e6 * running * 2 * tile * tile * side / gpu.peak_flops["bfloat16"]
 
 
 def ladder_traffic(n: int) -> dict[str, BlockTraffic]:

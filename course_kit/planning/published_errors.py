@@ -2,7 +2,7 @@
 
 errors_by("source", runs)       {source: (runs, median of predicted / measured, median error)}
 refused_by_program(runs)        {program: (runs that the planner refuses as out of memory, all its runs)}
-published_figure(runs)          predicted against measured seconds of a step, by program
+time_ratios(runs)               {program: (predicted / measured time of each run by the course's constants, by its own)}
 
 All runs completed, so each refused run is an error of the memory constants.
 """
@@ -11,15 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from typing import TYPE_CHECKING
 
-import numpy as np
-
-from course_kit.figures.style import BLUE, GRAY
 from course_kit.planning.published_runs import PublishedRun, predicted_step
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 def errors_by(what: str, runs: list[PublishedRun]) -> dict[str, tuple[int, float, float]]:
@@ -47,30 +40,13 @@ def refused_by_program(runs: list[PublishedRun]) -> dict[str, tuple[int, int]]:
     return {program: (refused.count(program), programs.count(program)) for program in dict.fromkeys(programs)}
 
 
-def published_figure(runs: list[PublishedRun]) -> Figure:
-    """Return a figure of predicted over measured step time, a dot per run and a row per program: above with the
-    constants of the course's program, below with the constants of the run's own program.
+def time_ratios(runs: list[PublishedRun]) -> dict[str, tuple[list[float], list[float]]]:
+    """Return predicted over measured step time of each run, by program: with the course's constants, and with
+    those of the program.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8.5, 4.2), dpi=100, layout="constrained")
-    ax = figure.add_subplot()
-    names = list(dict.fromkeys(run.program for run in runs))
-    for row, name in enumerate(names):
-        of_program = [run for run in runs if run.program == name]
-        measured = np.array([run.step_s for run in of_program])
-        for shift, color, label, program in ((-0.17, GRAY, "the course's", "course"), (0.17, BLUE, "its own", name)):
-            predicted = [float(predicted_step(dataclasses.replace(run, program=program)).step_s) for run in of_program]
-            rows, style = np.full(len(of_program), row + shift), {"alpha": 0.5, "edgecolors": "none", "color": color}
-            ax.scatter(predicted / measured, rows, 26, label=f"{label} constants", **style)  # type: ignore[arg-type]
-    ax.axvline(1, color="black", linewidth=1)
-    ticks = (0.2, 0.3, 0.5, 0.7, 1, 1.4, 2)
-    ax.set(xscale="log", xlabel="predicted / measured time of a step", ylim=(len(names) - 0.5, -0.5))
-    ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    ax.set_xticks([], minor=True)
-    counts = [sum(run.program == name for run in runs) for name in names]
-    ax.set_yticks(range(len(names)), [f"{name}, {n} runs" for name, n in zip(names, counts, strict=True)])
-    ax.spines[["top", "right"]].set_visible(False)
-    handles, labels = ax.get_legend_handles_labels()
-    figure.legend(handles[:2], labels[:2], loc="outside upper center", ncols=2, frameon=False)
-    return figure
+    ratios: dict[str, tuple[list[float], list[float]]] = {}
+    for run in runs:
+        course, fitted = ratios.setdefault(run.program, ([], []))
+        course.append(float(predicted_step(dataclasses.replace(run, program="course")).step_s) / run.step_s)
+        fitted.append(float(predicted_step(run).step_s) / run.step_s)
+    return ratios

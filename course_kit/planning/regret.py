@@ -157,7 +157,7 @@ def chance_of(runs: list[MeasuredRun], predicted: Predicted, pick: int, fastest:
         return "the pick failed with memory to spare"
     slow = chance[pick] and runs[pick].step_s > predicted.step_s[pick]
     if slow and chance[fastest]:
-        return "by chance the pick was slow and the fastest fast"
+        return "by chance a slow pick, a fast fastest"
     return "the pick was slow by chance" if slow else "the fastest was fast by chance"
 
 
@@ -178,7 +178,7 @@ def reason_of(
     if part == "unexplained":
         return chance_of(runs, predicted, pick, fastest, chance)
     return {
-        "other_model": "the fastest is of another variant of the model",
+        "other_model": "the fastest is of another variant",
         "caution": "the fastest left little memory",
         "scatter": "within the scatter of equal runs",
         "avoidable": "predicted badly",

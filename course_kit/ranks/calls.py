@@ -149,8 +149,8 @@ class Call:
         """Return the transfers that ranks have started and not waited for, one line per transfer, or ""."""
         ended = {rank: report.get("unfinished", []) for rank, report in self.outcomes.items()}
         ranks_of: dict[str, list[str]] = {}
-        for rank, places in sorted((ended | self.unfinished).items()):
-            for function, file, line, count in places:
+        for rank, transfers in sorted((ended | self.unfinished).items()):
+            for function, file, line, count in transfers:
                 text = f"{count} x {function}" if count > 1 else function
                 text += f", started in {describe_line(file, line)}" if file else ""
                 ranks_of.setdefault(text, []).append(str(rank))

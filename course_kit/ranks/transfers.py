@@ -1,4 +1,4 @@
-"""Which transfers a rank has started and never waited for: the usual cause of a hang or of wrong numbers.
+"""Transfers that a rank has started and never waited for: the usual cause of a hang or of wrong numbers.
 
 `watch` wraps the methods of a process group that start a transfer, and those by which one waits for it. Only the place
 of each transfer is kept, no tensor and no work.
@@ -44,7 +44,7 @@ def starting(method):
         if work is not None:
             if id(work) in _open:
                 _dropped.append(_open[id(work)])
-            _open[id(work)] = place()
+            _open[id(work)] = location()
         return work
 
     return start
@@ -59,7 +59,7 @@ def waiting(method):
     return wait
 
 
-def place() -> list:
+def location() -> list:
     """Return the function of torch.distributed that the course's code has called, and the file and line of the call."""
     frame, called = sys._getframe(2), ""
     while frame is not None and not is_course_code(frame.f_code.co_filename):
@@ -76,6 +76,6 @@ def forget() -> None:
 
 
 def unfinished() -> list:
-    """Return [function, file, line, number] of the transfers of this process that nobody has waited for so far."""
-    places = collections.Counter(tuple(each) for each in [*_dropped, *_open.values()])
-    return [[*each, count] for each, count in places.items()]
+    """Return [function, file, line, number] of the transfers that this process has not waited for so far."""
+    counts = collections.Counter(tuple(each) for each in [*_dropped, *_open.values()])
+    return [[*each, count] for each, count in counts.items()]

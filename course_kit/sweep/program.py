@@ -18,7 +18,6 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from course_kit.figures.heatmaps import heatmap
 from course_kit.sweep.calibrate import calibrate_rows
 from course_kit.sweep.enclosed import now
 from course_kit.sweep.rows import Rows
@@ -217,6 +216,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
     if args.calibrate:
         save_calibration(rows, args)
     if args.plot:
+        from course_kit.figures.best_config import heatmap
+
         heatmap(rows, args.csv.name, across="ranks").savefig(args.plot, dpi=150)
     return rows
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from string import ascii_lowercase
 
 from course_lib.best_config.one_layout import Numbers
@@ -9,6 +10,20 @@ from course_lib.best_config.simplicity import SAME
 
 NOTABLE = 0.1  # share of a step that the overlap of data parallelism must save to be mentioned
 MFU_LINE = "MFU counts attention in full (PaLM), causal MFU half of the scores"
+
+
+def in_lines(command: str, width: int = 110) -> str:
+    """Return a shell command in lines of up to `width` letters (longer words have a line of their own), which the shell
+    reads as one.
+    """
+    first, *rest = map(shlex.quote, shlex.split(command))
+    lines = [first]
+    for word in rest:
+        if len(lines[-1]) + len(word) < width:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(f"    {word}")
+    return " \\\n".join(lines)
 
 
 def parts_of(parts: dict[str, float], unit: str) -> str:
@@ -182,7 +197,8 @@ def as_text(result: Numbers) -> str:
     lines += ["", *(f"{count:>10,} rejected: {reason}" for reason, count in result["rejected"].items())]
     start = result.get("launch", {})
     if "command" in start:
-        lines += ["", "launch it (the same line on each node), or let Slurm do it:", start["command"], start["slurm"]]
+        lines += ["", "launch it (the same command on each node), or let Slurm do it:"]
+        lines += [in_lines(start["command"]), in_lines(start["slurm"])]
     elif start:
         lines += [""]
     return "\n".join([*lines, *([start["note"]] if start else [])])

@@ -10,6 +10,7 @@ A constant that stays at a wrong value shifts the fitted ones. Their intervals a
 from __future__ import annotations
 
 import math
+import textwrap
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,7 +109,8 @@ class Calibration:
         lines.append(f"{'constant':20s}{'before':>12s}{'fitted':>12s}   90% interval")
         for each in self.constants:
             if each.why:
-                lines.append(f"{each.name:20s}{each.before:12.4g}{'as before':>12s}   {each.why}")
+                start = f"{each.name:20s}{each.before:12.4g}{'as before':>12s}   "
+                lines += textwrap.wrap(each.why, 120, initial_indent=start, subsequent_indent=" " * len(start))
             elif each.high < 100 * each.value:
                 known = f"{each.low:.3g} to {each.high:.3g}"
                 lines.append(f"{each.name:20s}{each.before:12.4g}{each.value:12.4g}   {known}")

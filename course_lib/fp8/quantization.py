@@ -118,9 +118,9 @@ def quantize(
     """Return x [rows, columns] in 8 bits, rounded to nearest, ties to even.
 
     Values that a given scale takes past the largest number saturate. Infinities and NaN become NaN, and do not count
-    in their block's scale. scale: [blocks of rows, blocks of columns]; None: each block's own. groups: those over whose
-    ranks a block of x is split; these ranks share its scale. Reads no value on the host. Raises ValueError if x, dtype,
-    block or scale do not fit.
+    in their block's scale. The result belongs to no autograd graph. scale: [blocks of rows, blocks of columns]; None:
+    each block's own. groups: those over whose ranks a block of x is split; these ranks share its scale. Reads no value
+    on the host. Raises ValueError if x, dtype, block or scale do not fit.
     """
     check_scales(x, dtype, block, scale)
     if scale is None:

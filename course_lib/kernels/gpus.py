@@ -22,7 +22,7 @@ bandwidth x latency bytes are in flight (Little's law; Volkov 2016, "Understandi
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from course_lib.single_gpu.devices import hardware, read_table
@@ -113,47 +113,6 @@ def format_size(size: float) -> str:
     return f"{size / 2 ** (10 * power):,.4g} {('bytes', 'KiB', 'MiB', 'GiB')[power]}"
 
 
-def draw_memory_hierarchy(ax, gpu: GPU) -> None:
-    """Draw registers, shared memory and L1, L2, HBM as a pyramid: the size of one and of all, the bandwidth of all, and
-    the scope.
-
-    Shared memory's bandwidth is the bandwidth of its banks at the highest clock; L2's is omitted if it is not
-    published.
-    """
-    registers, tb = 4 * gpu.registers_per_sm, 1e12
-    l2 = gpu.l2_bytes_per_clock and f"{gpu.l2_bytes_per_clock * gpu.clock_hz / tb:,.1f} TB/s"
-    shared = gpu.shared_bytes_per_clock * gpu.sms * gpu.clock_hz / tb
-    each = f"{{}} an SM, {{}} on {gpu.sms} SMs"
-    levels = [
-        (
-            "registers",
-            each.format(format_size(registers), format_size(registers * gpu.sms)),
-            None,
-            "each thread its own",
-        ),
-        (
-            "shared memory and L1",
-            each.format(format_size(gpu.l1_bytes_per_sm), format_size(gpu.l1_bytes_per_sm * gpu.sms)),
-            f"{shared:,.1f} TB/s",
-            "shared by a block, L1 by an SM",
-        ),
-        ("L2 cache", format_size(gpu.l2_bytes), l2, "shared by all SMs"),
-        ("HBM", format_size(gpu.memory_bytes), f"{gpu.bytes_per_s / tb:,.2f} TB/s", "all SMs, and the host"),
-    ]
-    colors = ("#C44E52", "#DD8452", "#55A868", "#4C72B0")
-    for row, ((name, size, bandwidth, scope), color) in enumerate(zip(levels, colors, strict=True)):
-        low, top, bottom = len(levels) - row - 1, 2.7 + 0.6 * row, 3.2 + 0.6 * row
-        corners = [(-bottom / 2, low), (bottom / 2, low), (top / 2, low + 0.94), (-top / 2, low + 0.94)]
-        ax.fill(*zip(*corners, strict=True), color=color)
-        label = name.replace(" and ", "\nand ")
-        ax.text(0, low + 0.47, label, ha="center", va="center", color="white", fontsize=8.5)
-        lines = [str(size), ", ".join(str(each) for each in (bandwidth, scope) if each)]
-        ax.text(2.8, low + 0.47, "\n".join(lines), va="center", fontsize=8.5, linespacing=1.4)
-    ax.set(xlim=(-2.6, 7.2), ylim=(-0.1, len(levels) + 0.1))
-    ax.set_title(gpu.name, fontsize=10)
-    ax.axis("off")
-
-
 @dataclass(frozen=True)
 class Occupancy:
     """The occupancy of an SM by a kernel. limited_by: each of warps, blocks, registers, shared memory that would have
@@ -209,24 +168,6 @@ def occupancy(gpu: GPU, threads_per_block: int, registers_per_thread: int, share
     blocks = min(limits.values())
     limited_by = tuple(name for name, limit in limits.items() if limit == blocks)
     return Occupancy(blocks, blocks * warps, blocks * warps / gpu.warps_per_sm, limited_by)
-
-
-def draw_occupancy(ax, gpu: GPU, threads_per_block: int | Sequence[int] = 256, shared_bytes: int = 0) -> None:
-    """Draw occupancy against registers per thread, a staircase for each block size."""
-    sizes = [threads_per_block] if isinstance(threads_per_block, int) else threads_per_block
-    registers = range(16, gpu.max_registers_per_thread + 1)
-    for threads in sizes:
-        percent = [100 * occupancy(gpu, threads, each, shared_bytes).fraction for each in registers]
-        ax.plot(registers, percent, drawstyle="steps-mid", label=f"{threads:,} threads")
-    ax.set(ylim=(0, 105), xlim=(registers[0], registers[-1]))
-    ax.set_xlabel("registers of a thread", fontsize=8.5)
-    ax.set_ylabel("occupancy, % of an SM's warps", fontsize=8.5)
-    ax.set_xticks([16, *range(32, 256, 32), 255])
-    ax.tick_params(labelsize=8)
-    shared = f", {format_size(shared_bytes)} of shared memory a block" if shared_bytes else ""
-    ax.set_title(f"{gpu.name}{shared}", fontsize=10)
-    ax.legend(frameon=False, fontsize=8, title="a block of", title_fontsize=8)
-    ax.spines[["top", "right"]].set_visible(False)
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,6 @@ a large matmul, on the machine at hand.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -95,45 +93,3 @@ def measure_roofline(device: torch.device | str | None = None, dtype: torch.dtyp
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "this CPU"
     word = str(dtype).removeprefix("torch.")
     return Roofline(measure_matmul(device, dtype), measure_copy(device), f"{where}, {word}, measured")
-
-
-def draw_roofline(
-    ax, rooflines: Sequence[Roofline], points: Mapping[str, tuple[float, float, float | None]] | None = None
-) -> None:
-    """Draw attainable FLOP/s by intensity, both logarithmic: a line per roofline, and kernels on it.
-
-    points: by name, FLOPs, bytes moved, and seconds. A kernel without seconds (None) is drawn hollow, on the first
-    roofline: at its upper bound. Raises ValueError if there is no roofline, or a point is not positive.
-    """
-    points = points or {}
-    if not rooflines:
-        raise ValueError("no roofline to draw")
-    for name, (flops, size, seconds) in points.items():
-        if not (flops > 0 and size > 0 and (seconds is None or seconds > 0)):
-            raise ValueError(f"{name}: {flops} FLOPs, {size} bytes, {seconds} s: each must be above 0")
-    intensities = [flops / size for flops, size, _ in points.values()] + [line.ridge for line in rooflines]
-    low, high = min(intensities) / 8, max(intensities) * 8
-    for line, color in zip(rooflines, ("0.2", "#4C72B0", "#DD8452", "#55A868", "#C44E52"), strict=False):
-        corners = [low, line.ridge, high]
-        ax.plot(corners, [line.attainable(each) for each in corners], color=color, label=line.name)
-        ax.plot(line.ridge, line.peak_flops, "|", color=color, markersize=11)
-    lowest = min(line.attainable(low) for line in rooflines)
-    for position, (name, (flops, size, seconds)) in enumerate(points.items()):
-        intensity = flops / size
-        reached = rooflines[0].attainable(intensity) if seconds is None else flops / seconds
-        lowest = min(lowest, reached / 3)
-        ax.plot(intensity, reached, "o", color="#C44E52", fillstyle="none" if seconds is None else "full", markersize=5)
-        share = "" if seconds is None else f", {reached / rooflines[0].attainable(intensity):.0%}"
-        left = intensity**2 < low * high  # the label is on the side with more room
-        aside = {"textcoords": "offset points", "xytext": (7 if left else -7, -9 - 10 * (position % 2)), "fontsize": 8}
-        aside["ha"] = "left" if left else "right"
-        ax.annotate(f"{name}{share}", (intensity, reached), **aside)
-    ax.set(xscale="log", yscale="log", xlim=(low, high))
-    ax.set_ylim(lowest, 10 ** math.ceil(math.log10(1.5 * max(line.peak_flops for line in rooflines))))
-    ax.set_xlabel("intensity, FLOP a byte moved", fontsize=8.5)
-    ax.set_ylabel("FLOP/s", fontsize=8.5)
-    ax.tick_params(labelsize=8)
-    ax.grid(alpha=0.3)
-    if any(line.name for line in rooflines):
-        ax.legend(frameon=False, fontsize=8, loc="lower right")
-    ax.spines[["top", "right"]].set_visible(False)

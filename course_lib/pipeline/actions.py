@@ -105,7 +105,8 @@ def validate(schedule: Schedule, m: int | None = None) -> list[int]:
 
     m: the number of micro-batches; None: one more than the largest index. Raises ValueError unless each stage does
     each micro-batch once, on one rank, as F and B or as F, I and W, and no others, and for a deadlock (with that word
-    in the message). An F adds one to what a rank holds, a B or a W takes one away.
+    in the message). An F adds one to what a rank holds, a B or a W takes one away; a
+    rank without actions holds 0.
     """
     done: dict[tuple[int, int], list[tuple[str, int]]] = collections.defaultdict(list)
     for rank, actions in enumerate(schedule):

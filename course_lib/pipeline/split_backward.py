@@ -45,6 +45,7 @@ class Linear(torch.autograd.Function):
         """Return the gradients of x, weight and bias, each None if it is not requested; gradient: [..., out].
 
         Under autocast gradient and x are BF16, and the weight is float32: matmuls are in the gradient's dtype.
+        x and gradient need not be contiguous.
         """
         x, weight = ctx.saved_tensors
         rows = gradient.flatten(0, -2)

@@ -46,7 +46,8 @@ def split_stages(model: Transformer, p: int, v: int = 1) -> list[Transformer]:
     """Return the p·v stages of a `Transformer`, in order; v: stages per rank.
 
     The stages share its layers, under the same names; the model, which may be on the meta device, does not change.
-    Hooks registered on a stage later are not shared. Only the first stage has an embedding, and only the last
+    Each stage has the model's hooks; hooks registered
+    on a stage later are not shared. Only the first stage has an embedding, and only the last
     one norm and head: elsewhere they are None. `blocks` of a stage has gaps: iterate over it, or look a layer up by
     name. With more than one stage, a weight that is both embedding and head gets `placement_of(weight).stages`,
     (0, p·v - 1). Call it after tensor, sequence, expert and context parallelism. Raises ValueError for p or v below 1,

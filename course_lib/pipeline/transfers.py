@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from course_lib.pipeline.actions import Action
 from course_lib.pipeline.schedules import Schedule
 from course_lib.pipeline.simulation import simulate
 
@@ -111,11 +112,24 @@ class P2PBuffers:
 
     # notebook 09, cell mail
     def wait_recv(self, kind: str, stage: int, micro_batch: int) -> torch.Tensor:
-        """Wait for the input of an action of this rank, and return it."""
-        work, tensor = self.incoming.pop((kind, stage, micro_batch))
+        """Wait for the input of an action of this rank, and return it. Raises KeyError if there is none."""
+        key = kind, stage, micro_batch
+        if key not in self.incoming:
+            raise KeyError(self.no_tensor(key))
+        work, tensor = self.incoming.pop(key)
         if work is not None:
             work.wait()
         return tensor
+
+    def no_tensor(self, key: Key) -> str:
+        """Return the message for a tensor that should be here: for which action, and what is here."""
+        present = [f"{Action(*each)}, to send" for each in self.outgoing]
+        for each, (work, _) in self.incoming.items():
+            present.append(f"{Action(*each)}, {'posted here' if work is None else 'received'}")
+        return (
+            f"rank {self.rank} has no tensor for {Action(*key)}. It has: {'; '.join(present) or 'none'}. "
+            "(Kind, stage and micro-batch are those of the action that takes the tensor.)"
+        )
 
     def start(self, index: int) -> None:
         """Start the transfers that the plan has before action `index`."""
@@ -132,6 +146,8 @@ class P2PBuffers:
     def operation(self, transfer: Transfer) -> dist.P2POp:
         """Return a send of a tensor in `outgoing`, or a receive into a new tensor."""
         if transfer.source == self.rank:
+            if transfer[:3] not in self.outgoing:
+                raise KeyError(self.no_tensor(transfer[:3]))
             tensor = self.outgoing.pop(transfer[:3])
             return dist.P2POp(dist.isend, tensor, group=self.group, group_peer=transfer.target)
         # The gradient for the backward of a stage is like the input of the stage after it.

@@ -34,8 +34,8 @@ def cut(full: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
 def split_matmul(x: torch.Tensor, weight: torch.Tensor, how: str, group: dist.ProcessGroup) -> torch.Tensor:
     """Multiply x by weightᵀ, an N-th of the multiplications on each rank; return the full [n, out] on every rank.
 
-    x: [n, in] and weight: [out, in], both full on every rank; neither is changed. They have one dtype, and so has the
-    result. how: "columns" (of the result) or "rows" (of weightᵀ). N divides the sizes that are split.
+    x: [n, in] and weight: [out, in], both full on every rank; neither is changed. They have one dtype, and so have the
+    matmuls and the result. how: "columns" (of the result) or "rows" (of weightᵀ). N divides the sizes that are split.
     """
     if how == "columns":
         local = F.linear(x, cut(weight, group, 0))  # [n, out/N]
@@ -59,7 +59,8 @@ def mlp_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of x (full), a and b (local), where y = sum over the ranks of silu(x · aᵀ) · bᵀ.
 
-    x, grad_y: [n, h], the same on all ranks; a: [ffn/N, h] and b: [h, ffn/N], local shards.
+    x, grad_y: [n, h], the same on all ranks; a: [ffn/N, h] and b: [h, ffn/N], local shards. None is
+    changed. Matmuls and gradients have their dtype; five matmuls are enough, x · aᵀ among them.
     """
     u = F.linear(x, a)  # [n, ffn/N]
     grad_b = grad_y.t() @ F.silu(u)

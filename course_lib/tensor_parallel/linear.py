@@ -42,7 +42,8 @@ class ColumnMatmul(OnceDifferentiable):
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return x · weightᵀ [..., out/N] for each weight. Sends nothing.
+        """Return x · weightᵀ [..., out/N] for each weight, in x's dtype. Sends nothing; keeps x and the weights for
+        backward, no copies and nothing else.
 
         x: [..., in], of two dimensions or more, the same on all ranks; weights: [out/N, in], local shards.
         """

@@ -60,6 +60,7 @@ class CopyToGroup(OnceDifferentiable):
     """f: return x, unchanged, in forward; in backward sum the gradients of all ranks of the group.
 
     The sum has the gradient's dtype. x and gradient may have any shape, need not be contiguous, and are not changed.
+    Forward copies nothing, and keeps no tensor for backward.
     """
 
     @staticmethod
@@ -78,7 +79,8 @@ class CopyToGroup(OnceDifferentiable):
 class SumOverGroup(OnceDifferentiable):
     """f*: sum the x of all ranks of the group in forward; in backward return the gradient, unchanged.
 
-    The sum is a new tensor of x's dtype. x may have any shape, need not be contiguous, and is not changed.
+    The sum is a new tensor of x's dtype, the only one that forward makes, and none is kept for backward. x may have any
+    shape, need not be contiguous, and is not changed.
     """
 
     @staticmethod

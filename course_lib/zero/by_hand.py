@@ -28,7 +28,7 @@ def zero_1_step(
 
     gradient: [padded], this rank's. update(shard, gradient_of_shard): the optimizer, called once; it updates this
     rank's shard [shard_numel] in place with the mean gradient of the shard. Sends one reduce-scatter and one
-    all-gather.
+    all-gather, in the dtypes of the buffers, and makes no other tensor of [padded].
     """
     shard = gradient.new_empty(layout.shard_numel)
     reduce_scatter_tensor(shard, gradient, group=layout.group)

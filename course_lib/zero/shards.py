@@ -93,7 +93,7 @@ def global_norm(gradients: list[tuple[torch.Tensor, dist.ProcessGroup | None]]) 
 
     gradients: this rank's shards, each with the group whose ranks' squares are added up (see norm_group); None: this
     rank has the full gradient. Two ranks get the same norm if their groups are the same. Sends one float32 number per
-    group, in the order of their first shards; reads no value on the host.
+    group, in the order of their first shards; reads no value on the host, and makes no tensor as large as all of them.
     """
     shards: dict[dist.ProcessGroup | None, list[torch.Tensor]] = {}
     for gradient, group in gradients:

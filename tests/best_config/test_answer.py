@@ -17,6 +17,7 @@ from course_lib.best_config.answer import (
     with_kernels,
     without_overlap,
 )
+from course_lib.best_config.answer_text import in_lines
 from course_lib.best_config.clusters import CLUSTERS
 from course_lib.best_config.launch import launch
 from course_lib.best_config.model_files import read_config
@@ -335,3 +336,12 @@ def test_where_nothing_fits_the_leanest_is_named():
     assert answer(Question("debug", PRESETS["debug"], H100, 7, 1, 63))["leanest"] is None
     alone = Question("llama3-70B", PRESETS["llama3-70B"], CLUSTERS["RTX 4090"], 8, 64)
     assert answer(alone)["enough"] is None  # there is no network
+
+
+def test_a_long_command_is_shown_in_lines_that_the_shell_reads_as_one():
+    command = "python launch.py --name 'two words' " + " ".join(f"--option{n} {n}" for n in range(20)) + " -- --last"
+    lines = in_lines(command).split("\n")
+    assert len(lines) == 3 and all(len(line) <= 112 for line in lines)
+    assert [line.endswith(" \\") for line in lines] == [True, True, False]
+    assert shlex.split(in_lines(command).replace("\\\n", "")) == shlex.split(command)
+    assert in_lines("python x.py") == "python x.py"

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from course_lib.best_config.answer import answer
+from course_lib.best_config.answer_text import in_lines
 from course_lib.best_config.clusters import CLUSTERS
 from course_lib.best_config.hardware import load_cluster
 from course_lib.best_config.program import as_text, main, options
@@ -40,7 +42,7 @@ def test_python_m_prints_the_answer(monkeypatch, capsys):
         assert words[2:-1] == numbers + gain
     assert sum(line.startswith("MFU counts attention in full") for line in lines) == 1
     assert max(map(len, lines[3 : lines.index("", 3)])) <= 120
-    assert said["launch"]["command"] in lines and said["launch"]["slurm"] in lines
+    assert in_lines(said["launch"]["command"]) in as_text(said) and in_lines(said["launch"]["slurm"]) in as_text(said)
     assert all(f"{count:>10,} rejected: {reason}" in lines for reason, count in said["rejected"].items())
 
 
@@ -145,7 +147,7 @@ def test_any_model_can_be_asked_for(tmp_path, capsys):
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(sizes))
     main(["--config", str(tmp_path), "--gpus", "8", "--batch", "64", "--top", "1"])
-    assert f"--model {tmp_path / 'config.json'} --layout" in capsys.readouterr().out
+    assert f"--model {tmp_path / 'config.json'} --layout" in re.sub(r" \\\n +", " ", capsys.readouterr().out)
     with pytest.raises(SystemExit):
         options(["--config", str(tmp_path), "--experts", "4"])
     assert "--experts is 4, and the model's config.json says 8" in capsys.readouterr().err.splitlines()[-1]

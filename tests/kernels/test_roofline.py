@@ -7,7 +7,7 @@ import torch
 
 from course_lib.kernels import roofline
 from course_lib.kernels.gpus import GPUS
-from course_lib.kernels.roofline import Roofline, draw_roofline, measure_roofline, roofline_of
+from course_lib.kernels.roofline import Roofline, measure_roofline, roofline_of
 from course_lib.kernels.timing import Timing
 
 
@@ -68,19 +68,3 @@ def test_this_machine_has_two_ceilings():
     line = measure_roofline(dtype=dtype)
     assert 1e9 < line.bytes_per_s < 1e14 and 1e8 < line.peak_flops < 1e17
     assert line.bound(1.0, 1e9) == "memory" and line.bound(1e12, 1.0) == "compute"
-
-
-def test_the_figure_shows_the_roof_and_the_kernels_under_it():
-    from matplotlib.figure import Figure
-
-    ax, line = Figure().subplots(), Roofline(100.0, 20.0, "a machine")
-    draw_roofline(ax, [line], {"slow": (10.0, 10.0, 1.0), "possible": (10.0, 1.0, None)})
-    roof, slow, possible = (ax.lines[i] for i in (0, 2, 3))
-    xs, ys = roof.get_data()
-    assert list(ys) == [line.attainable(x) for x in xs]
-    assert (slow.get_xdata()[0], slow.get_ydata()[0]) == (1, 10) and slow.get_fillstyle() == "full"
-    assert (possible.get_xdata()[0], possible.get_ydata()[0]) == (10, 100) and possible.get_fillstyle() == "none"
-    assert [text.get_text() for text in ax.texts] == ["slow, 50%", "possible"]
-    for lines, points in (([], {}), ([line], {"none": (0.0, 1.0, 1.0)}), ([line], {"none": (1.0, 1.0, 0.0)})):
-        with pytest.raises(ValueError):
-            draw_roofline(ax, lines, points)

@@ -11,9 +11,12 @@ import triton.language as tl
 
 from course_kit.checks import CheckFailed
 from course_kit.checks.guard_bands import guarded
-from course_kit.checks.kernels import assert_near, run_guarded, stray_loads
+from course_kit.checks.kernels import assert_near, loads, run_guarded, stray_loads
+from course_kit.checks.kernels.compiled import assert_16_bit_matmuls, assert_compiles, compiled_first
+from course_kit.checks.kernels.offsets import wide_offsets
+from course_kit.gpu.launches import record_launches
 from course_lib.kernels.matmul import tunable
-from course_lib.kernels.rounding import cast, widen
+from course_lib.kernels.rounding import cast, dot, widen
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 interpreted_only = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="looks inside Triton's interpreter")
@@ -148,3 +151,129 @@ def test_elements_that_were_never_written_are_told_as_such():
         assert_near(torch.tensor([1.0, torch.nan, torch.nan]), torch.ones(3).double(), "y")
     found = run_guarded(double_kernel, lambda x: double(x, stored=-10), torch.ones(50))
     assert found[:40].eq(2).all() and found[40:].isnan().all()
+
+
+@triton.jit
+def far_kernel(x, y, stride, WIDE: tl.constexpr, LATE: tl.constexpr):
+    """Copy row `program` of x, stride elements from one row to the next."""
+    row = tl.program_id(0).to(tl.int64) if WIDE else tl.program_id(0)
+    offset = (row * stride).to(tl.int64) if LATE else row * stride
+    tl.store(y + row, tl.load(x + offset))
+
+
+@interpreted_only
+@pytest.mark.parametrize("wide, late, is_right", [(True, False, True), (False, False, False), (False, True, False)])
+def test_offsets_in_32_bits_are_found_by_their_type(wide, late, is_right):
+    def run():
+        x, y = torch.randn(90), torch.empty(3)
+        with wide_offsets(60):
+            far_kernel[(3,)](x, y, 30, WIDE=wide, LATE=late)
+        assert y.equal(x[::30])
+
+    if is_right:
+        run()
+    else:
+        with pytest.raises(AssertionError, match="an offset of 60 elements was computed in 32 bits"):
+            run()
+
+
+@triton.jit
+def sum_kernel(x, y, numel, OTHER: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    values = tl.load(x + i, mask=i < numel, other=0.0) if OTHER else tl.load(x + i, mask=i < numel)
+    tl.store(y, tl.sum(widen(values)))
+
+
+@interpreted_only
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_lanes_without_other_are_undefined(dtype):
+    def run(x, has_other):
+        y = torch.empty(1, device=x.device)
+        sum_kernel[(1,)](x, y, x.numel(), OTHER=has_other, BLOCK=64)
+        return y
+
+    assert run_guarded(sum_kernel, run, torch.ones(50).to(dtype), True).item() == 50
+    assert run_guarded(sum_kernel, run, torch.ones(50).to(dtype), False).isnan()
+    assert run_guarded(sum_kernel, run, torch.ones(64).to(dtype), False).item() == 64  # no lane is off
+
+
+@triton.jit
+def number_kernel(x, y, exists):
+    tl.store(y, tl.load(x, mask=exists != 0, other=0.0))
+
+
+@interpreted_only
+def test_a_single_number_has_its_other():
+    def run(x):
+        y = torch.empty(1)
+        number_kernel[(1,)](x, y, 0)
+        return y
+
+    assert run_guarded(number_kernel, run, torch.ones(1)).item() == 0
+
+
+@interpreted_only
+def test_loads_count_elements_and_not_lanes():
+    with loads() as counts:
+        double(torch.ones(100))
+    assert counts == [64, 36]
+
+
+@triton.jit
+def branching_kernel(x, y, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    values = tl.load(x + i)
+    if values > 0:
+        values = 2 * values
+    tl.store(y + i, values)
+
+
+@interpreted_only
+def test_a_kernel_that_no_gpu_runs_is_compiled_before_its_numbers_are_judged():
+    def check(kernel, is_wrong):
+        x, y = torch.randn(64), torch.empty(64)
+        kernel[(1,)](x, y, BLOCK=64)
+        assert not is_wrong, "wrong numbers"
+
+    with pytest.raises(AssertionError, match="for a GPU it does not compile"):
+        compiled_first(lambda: check(branching_kernel, True))()
+    compiled_first(lambda: check(branching_kernel, False))()  # right numbers are not its business
+    with pytest.raises(AssertionError, match="wrong numbers"):
+        compiled_first(lambda: double(torch.ones(64)) is None or check(copy_kernel, True))()
+    with pytest.raises(AssertionError, match="nothing launched"):
+        compiled_first(nothing_launched)()
+
+
+@triton.jit
+def copy_kernel(x, y, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(y + i, tl.load(x + i))
+
+
+def nothing_launched() -> None:
+    raise AssertionError("nothing launched")
+
+
+@triton.jit
+def square_kernel(x, y, WIDEN: tl.constexpr, SIDE: tl.constexpr):
+    i = tl.arange(0, SIDE)[:, None] * SIDE + tl.arange(0, SIDE)
+    a = tl.load(x + i)
+    product = (
+        dot(widen(a), widen(a), tl.zeros((SIDE, SIDE), tl.float32))
+        if WIDEN
+        else dot(a, a, tl.zeros((SIDE, SIDE), tl.float32))
+    )
+    tl.store(y + i, product)
+
+
+@pytest.mark.parametrize("widened", [False, True])
+def test_matmuls_of_widened_tiles_are_found(widened):
+    x, y = torch.randn(64, 64, device=DEVICE).bfloat16(), torch.empty(64, 64, device=DEVICE)
+    with record_launches() as launches:
+        square_kernel[(1,)](x, y, WIDEN=widened, SIDE=64)
+    compiled = assert_compiles(launches)
+    if widened:
+        with pytest.raises(AssertionError, match="1 of 1 matmuls multiply float32"):
+            assert_16_bit_matmuls(compiled)
+    else:
+        assert_16_bit_matmuls(compiled)

@@ -1,4 +1,4 @@
-"""course_kit.labs.pipeline, the replay of notebook 09's checks, and pictures of schedules. CPU, gloo."""
+"""course_kit.labs.pipeline, the replay of notebook 09's checks. CPU, gloo."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from course_kit.checks.pipeline import check_09_09, lists
-from course_kit.figures import schedules as pictures
 from course_kit.labs import pipeline as labs
 from course_kit.labs.pipeline import faults, halves, training
 from course_lib.pipeline import simulate, validate
@@ -111,9 +110,37 @@ def test_a_pair_has_its_exchanges_by_thread(ranks):
         assert all(end <= ends[lane] for lane, _, end in exchanges)
 
 
-def test_a_picture_of_a_schedule_and_of_a_reason():
-    for arguments in (("DualPipe", 4, 8, 2), ("interleaved, breadth first", 2, 4, 2), ("DualPipe", 3, 8, 2)):
-        assert pictures.schedule_png(*arguments, 1, 1, 1, 0).startswith(b"\x89PNG")
-    rows = pictures.rows_of(simulate(interleaved(2, 2, 2)))
-    assert [hatched for _, hatched, *_ in rows[0]] == [False, False, True, True, True, True, False, False]
-    assert rows[1][0] == ("F", False, "0", 1, 2)
+def test_the_median_repeat_is_by_the_slowest_rank():
+    fast, slow, middle = (({"F": 1.0, "B": end}, [("F", 0.5, 1.0)]) for end in (2.0, 9.0, 4.0))
+    ways = ("one after the other", "at the same time")
+    results = [{way: [fast, fast, fast] for way in ways}, {way: [fast, slow, middle] for way in ways}]
+    medians = labs.median_repeats(results[::-1])
+    assert medians[ways[0]] == ({"F": (0, 1), "B": (1, 4)}, [("F", 0.5, 1.0)])
+    assert medians[ways[1]][0] == {"F": (0, 1), "B": (0, 4)}
+    text = labs.overlap_saves(medians)
+    assert "t_F + t_B 4 ms, t_FB 4 ms: 1.00" in text and "cost 66.0 without overlap, 66.0 at this t_FB" in text
+
+
+def test_published_numbers_are_beside_ours():
+    assert labs.published_bandwidth()["all_reduce"][0] == (1, 436)
+    rates = labs.published_bubble_rates()
+    assert all(len(points) == 9 for points in rates.values())
+    assert rates["1F1B"][0] == pytest.approx((15 / 63, 0.2668)) and {ours for ours, _ in rates["ZB-V"]} == {0}
+
+
+def test_depth_divides_states_and_not_activations():
+    config = ModelConfig(14, 32, 4, 2, 64, 97)
+    memory = labs.memory_by_stages(config, (1, 4), 16)
+    assert list(memory[1]) == ["parameters", "gradients", "optimizer states", "activations"]
+    assert memory[4]["optimizer states"] < 0.4 * memory[1]["optimizer states"]
+    assert memory[4]["activations"] == pytest.approx(memory[1]["activations"] * 4 * 3 / 14)
+
+
+def test_a_plan_has_a_line_per_rank():
+    lines = labs.transfer_plan(one_f_one_b(2, 1)).splitlines()
+    assert lines == ["rank 0: F0 (send F0) (recv B0) B0", "rank 1: (recv F0) F0 B0 (send B0)"]
+
+
+def test_first_gradients_are_a_table():
+    lines = labs.first_gradients({"A": ([5.0], [(1.0, 1.0), (0.125, 0.5)])}).splitlines()
+    assert lines[1] == "A:   1.000 | 1.0000     0.125 | 0.5000" and len(lines) == 2

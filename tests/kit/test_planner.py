@@ -6,22 +6,16 @@ CPU, no processes. The oracles are `estimate` and `search` themselves, a slow `d
 import html
 import itertools
 
+import numpy as np
 import pytest
-from matplotlib.colors import to_hex
 
-from course_kit.figures import planner as planner_module
-from course_kit.figures.planner import HEATMAP_NODES, HEATMAP_SETTINGS, family, planner
-from course_kit.figures.ranking import (
-    distinct,
-    heatmap_figure,
-    heatmap_row,
-    mfu_heatmap,
-    ranking_figure,
-    rejections_figure,
-    two_lines,
-)
-from course_kit.figures.single_gpu import memory_budget
-from course_kit.figures.style import MEMORY
+from course_kit.figures.best_config import heatmap, rejections
+from course_kit.figures.best_config import ranking as ranking_figure
+from course_kit.figures.best_config.parts import memory_groups, time_groups
+from course_kit.figures.best_config.rankings import distinct, two_lines
+from course_kit.planning.best_layouts import best_layouts, best_row
+from course_kit.widgets import best_config as planner_module
+from course_kit.widgets.best_config import HEATMAP_NODES, HEATMAP_SETTINGS, family, planner
 from course_lib.best_config.answer import answer
 from course_lib.best_config.clusters import CLUSTERS
 from course_lib.best_config.planner import Ranking, search
@@ -29,6 +23,7 @@ from course_lib.best_config.program import as_text
 from course_lib.best_config.question import Question
 from course_lib.five_d.layouts import Layout
 from course_lib.single_gpu.model import PRESETS
+from figure_faults import faults, visible_texts
 
 GIB = 2**30
 H100 = CLUSTERS["H100"]
@@ -56,33 +51,12 @@ def bars(ax) -> dict[int, float]:
     return ends
 
 
-def tick_labels(axis) -> list:
-    """Return those that are shown: the ticks of an axis go on beyond its ends."""
-    low, high = sorted(axis.get_view_interval())
-    return [tick.label1 for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
-
-
-def boxes(figure) -> list:
-    """Return the places, in pixels, of all texts that a figure shows."""
-    figure.draw_without_rendering()
-    texts = list(figure.texts)
-    for ax in figure.axes:
-        legend = ax.get_legend()
-        texts += [*tick_labels(ax.xaxis), *tick_labels(ax.yaxis), ax.xaxis.label, ax.yaxis.label, ax.title, *ax.texts]
-        texts += legend.get_texts() if legend else []
-    return [text.get_window_extent() for text in texts if text.get_visible() and text.get_text()]
-
-
 def check_readable(figure) -> None:
-    """All texts lie in the figure, and none on another."""
-    found = boxes(figure)
-    assert figure.dpi == 100 and figure.bbox.width <= 910
-    for box in found:
-        assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1, box
-        assert figure.bbox.y0 <= box.y0 and box.y1 <= figure.bbox.y1, box
-    for one, other in itertools.combinations(found, 2):
-        wide, high = min(one.x1, other.x1) - max(one.x0, other.x0), min(one.y1, other.y1) - max(one.y0, other.y0)
-        assert wide <= 1 or high <= 1, (one, other)  # a pixel of a letter's box is blank
+    """All texts can be read, and none is cut."""
+    assert not faults(figure)
+    for text in visible_texts(figure):
+        box = text.get_window_extent()
+        assert box.x0 >= -1 and box.x1 <= figure.bbox.x1 + 1 and box.y0 >= -1 and box.y1 <= figure.bbox.y1 + 1, text
 
 
 # What is shown.
@@ -146,36 +120,26 @@ def test_each_bar_is_as_long_as_the_step_and_the_memory(rankings, case):
     assert time_ax.yaxis_inverted()  # the best on top
 
 
-def test_a_part_has_its_length_and_its_color(rankings):
+def test_a_part_has_its_length(rankings):
     ranking = rankings["8B"]
-    rows = distinct(ranking, 8)
-    time_ax, memory_ax = ranking_figure(ranking).axes
-    for ax, parts, unit in ((time_ax, ranking.estimate.time, 1), (memory_ax, ranking.estimate.memory, GIB)):
+    rows, e = distinct(ranking, 8), ranking.estimate
+    for ax, parts, groups, unit in zip(
+        ranking_figure(ranking).axes,
+        (e.time, e.memory),
+        (time_groups(e.time), memory_groups(e.memory)),
+        (1, GIB),
+        strict=True,
+    ):
         drawn = {bar.get_label(): [patch.get_width() for patch in bar] for bar in ax.containers}
-        assert len(drawn) > 3 and set(drawn) - {"other"} <= set(parts)
-        for name in set(drawn) - {"other"}:
-            assert drawn[name] == pytest.approx(parts[name][rows] / unit), name
-        colors = [to_hex(bar[0].get_facecolor()) for bar in ax.containers]
-        assert len(set(colors)) == len(colors)
-    known = memory_budget({"": dict.fromkeys(list(MEMORY)[:4], GIB)}, 80).axes[0].containers
-    known = {bar.get_label(): to_hex(bar[0].get_facecolor()) for bar in known}
-    shown = {bar.get_label(): to_hex(bar[0].get_facecolor()) for bar in memory_ax.containers}
-    assert len(known) == 4 and known.items() <= shown.items()
-
-
-def test_a_part_keeps_its_color_in_every_figure(rankings):
-    found = {}
-    for ranking in rankings.values():
-        for panel, ax in enumerate(ranking_figure(ranking).axes):
-            for bar in ax.containers:
-                found.setdefault((panel, bar.get_label()), set()).add(bar[0].get_facecolor())
-    assert len(found) > 8 and all(len(colors) == 1 for colors in found.values())
+        assert len(drawn) > 3 and set(drawn) <= set(groups)
+        for group, lengths in drawn.items():
+            assert lengths == pytest.approx(sum(np.asarray(parts[name])[rows] for name in groups[group]) / unit), group
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_no_text_lies_on_another(rankings, case):
     check_readable(ranking_figure(rankings[case], title=f"{case}: a title"))
-    check_readable(rejections_figure(rankings[case]))
+    check_readable(rejections(rankings[case]))
 
 
 def test_where_no_layout_fits_one_line_says_why():
@@ -183,7 +147,7 @@ def test_where_no_layout_fits_one_line_says_why():
     assert not len(ranking.order) and distinct(ranking, 8) == []
     with pytest.raises(ValueError, match=r"^no layout fits: [\d,]+ out of memory[^\n]*$"):
         ranking_figure(ranking)
-    check_readable(rejections_figure(ranking))  # which is of use then
+    check_readable(rejections(ranking))  # which is of use then
     with pytest.raises(ValueError, match="n=0: expected 1 or more"):
         ranking_figure(ranking, n=0)
 
@@ -191,7 +155,7 @@ def test_where_no_layout_fits_one_line_says_why():
 @pytest.mark.parametrize("case", CASES)
 def test_the_rejections_are_those_of_the_search(rankings, case):
     ranking = rankings[case]
-    (ax,) = rejections_figure(ranking).axes
+    (ax,) = rejections(ranking).axes
     names = [label.get_text().replace("\n", " ") for label in ax.get_yticklabels()]
     shown = dict(zip(names, (patch.get_width() for patch in ax.patches), strict=True))
     assert shown == {"fits": len(ranking.order), **ranking.rejected}
@@ -204,8 +168,8 @@ def test_the_rejections_are_those_of_the_search(rankings, case):
 
 def test_a_cell_of_the_heatmap_is_the_best_of_its_search():
     models = {name: PRESETS[name] for name in ("llama3-8B", "llama3-70B")}
-    figure = mfu_heatmap(models, (1, 4), H100, 64, 2048, HEATMAP_SETTINGS)
-    ax = figure.axes[0]
+    rows = best_layouts(models, (1, 4), H100, 64, 2048, HEATMAP_SETTINGS)
+    ax = heatmap(rows, "64 sequences of 2,048 tokens", predicted=True).axes[0]
     cells = {tuple(round(at) for at in text.get_position()): text.get_text() for text in ax.texts}
     assert [label.get_text() for label in ax.get_yticklabels()] == list(models)
     for (x, nodes), (y, config) in itertools.product(enumerate((1, 4)), enumerate(models.values())):
@@ -214,9 +178,9 @@ def test_a_cell_of_the_heatmap_is_the_best_of_its_search():
             assert cells[x, y] == "none\nfits"
             continue
         layout, _, mfu, _ = best[0]
-        value, degrees, settings = cells[x, y].split("\n")
+        value, *degrees, settings = cells[x, y].split("\n")
         assert value == f"{100 * mfu:.1f}%" and f"mb{layout.micro_batch}" in settings
-        assert two_lines(layout).split("\n")[0] == degrees.replace(" ", ",")
+        assert two_lines(layout).split("\n")[0] == " ".join(degrees).replace(" ", ",")
     assert cells[0, 1] == "none\nfits" and list(cells.values()).count("none\nfits") == 1
     assert [patch.get_hatch() for patch in ax.patches] == ["//"]
     assert "64 sequences of 2,048 tokens" in ax.get_title() and "runs" not in ax.get_title()
@@ -226,8 +190,8 @@ def test_a_heatmap_has_the_degrees_that_are_asked_for():
     models = {"bench-8B": PRESETS["bench-8B"]}
     texts = {}
     for degrees in (None, {"cp": (1,)}):
-        figure = mfu_heatmap(models, (1, 4), H100, 16, 65536, HEATMAP_SETTINGS, degrees)
-        texts[bool(degrees)] = [text.get_text() for text in figure.axes[0].texts]
+        rows = best_layouts(models, (1, 4), H100, 16, 65536, HEATMAP_SETTINGS, degrees)
+        texts[bool(degrees)] = [text.get_text() for text in heatmap(rows, "H100").axes[0].texts]
     assert any("cp" in text for text in texts[False]) and not any("cp" in text for text in texts[True])
 
 
@@ -239,8 +203,8 @@ def test_long_words_stay_in_their_cell():
         def best(self, n):
             return [(layout, 1.0, 0.4, 1.0)]
 
-    rows = [heatmap_row(name, Found(), nodes, 8, 64) for name in names for nodes in HEATMAP_NODES]
-    figure = heatmap_figure(rows, H100, 8, 64)
+    rows = [best_row(name, Found(), nodes, 8, 64) for name in names for nodes in HEATMAP_NODES]
+    figure = heatmap(rows, "H100; 8 sequences of 64 tokens", predicted=True)
     check_readable(figure)
     ax = figure.axes[0]
     cell = ax.transData.transform((1, 0))[0] - ax.transData.transform((0, 0))[0]
@@ -249,9 +213,9 @@ def test_long_words_stay_in_their_cell():
 
 def test_a_heatmap_without_a_layout_says_so():
     with pytest.raises(ValueError, match="no layout of llama3-405B fits on H100"):
-        mfu_heatmap({"llama3-405B": PRESETS["llama3-405B"]}, (1, 2), H100, 8)
+        best_layouts({"llama3-405B": PRESETS["llama3-405B"]}, (1, 2), H100, 8)
     with pytest.raises(ValueError, match="batch 0"):
-        mfu_heatmap({"debug": PRESETS["debug"]}, (1,), H100, 0)
+        best_layouts({"debug": PRESETS["debug"]}, (1,), H100, 0)
 
 
 def test_the_widgets_heatmap_comes_near_the_whole_search():
@@ -321,7 +285,7 @@ def test_the_heatmap_is_drawn_anew_only_where_it_changes(parts, monkeypatch):
         drawn.append(models)
         raise ValueError("not now")
 
-    monkeypatch.setattr(planner_module, "mfu_heatmap", counted)
+    monkeypatch.setattr(planner_module, "best_layouts", counted)
     controls["nodes"].value = 4
     controls["model"].value = "bench-3B"
     assert drawn == []
@@ -348,3 +312,18 @@ def test_a_family_has_the_same_letters():
     assert family("llama3-8B") == ("llama3.2-1B", "llama3-8B", "llama3-70B", "llama3-405B")
     assert {name for name in PRESETS if name in family(name)} == set(PRESETS)
     assert family("SmolLM-135M") == ("SmolLM-135M",)
+
+
+def test_it_says_that_it_computes_while_what_it_shows_is_old(parts, monkeypatch):
+    controls, words, best, said, across, below = parts
+    seen = []
+
+    def watched(*args):
+        seen.append((words.value, [part.layout.opacity for part in (best, said, across, below)]))
+        return answer(*args)
+
+    monkeypatch.setattr(planner_module, "answer", watched)
+    controls["nodes"].value = 4
+    assert seen[0][0] == "<i>computing… bench-8B on 32 GPUs: 64 sequences of 4,096 tokens</i>"
+    assert seen[0][1] == ["0.3"] * 4
+    assert words.value == "<b></b>" and [part.layout.opacity for part in (best, said, across, below)] == [None] * 4

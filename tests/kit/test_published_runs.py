@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from course_kit.planning.published_errors import errors_by, published_figure
+from course_kit.planning.published_errors import errors_by, time_ratios
 from course_kit.planning.published_runs import (
     left_out,
     load_published,
@@ -302,14 +302,15 @@ def test_errors_are_medians_of_each_source():
         assert (n, ratio) == (once[name][0], pytest.approx(2 * once[name][1]))
 
 
-def test_figure_has_every_run_twice_and_names_every_program():
-    """Of each program a row, with the course's constants above and its own below."""
-    (ax,) = published_figure(RUNS).axes
-    names = list(errors_by("program", RUNS))
-    assert [tick.get_text().rpartition(", ")[0] for tick in ax.get_yticklabels()] == names
-    points = [tuple(point) for one in ax.collections for point in one.get_offsets()]
-    own = sorted((float(predicted_step(run).step_s) / run.step_s, names.index(run.program)) for run in RUNS)
-    assert sorted((x, round(y)) for x, y in points if y > round(y)) == [(pytest.approx(x), y) for x, y in own]
-    assert sorted(round(y) for _, y in points if y < round(y)) == sorted(y for _, y in own)
-    (low, high), (left, right) = sorted(ax.get_ylim()), sorted(ax.get_xlim())
-    assert all(left < x < right and low < y < high for x, y in points)
+def test_time_ratios_have_every_run_twice():
+    """With the course's constants, and with its program's own."""
+    ratios = time_ratios(RUNS)
+    assert list(ratios) == list(errors_by("program", RUNS))
+    for program, (course, own) in ratios.items():
+        of_program = [run for run in RUNS if run.program == program]
+        assert own == [pytest.approx(float(predicted_step(run).step_s) / run.step_s) for run in of_program]
+        others = [predicted_step(dataclasses.replace(run, program="course")) for run in of_program]
+        assert course == [
+            pytest.approx(float(each.step_s) / run.step_s) for each, run in zip(others, of_program, strict=True)
+        ]
+        assert (course == own) == (program == "course")

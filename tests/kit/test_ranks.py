@@ -827,10 +827,10 @@ class Notebook:
     def __init__(self, folder: Path):
         from jupyter_client import KernelManager
 
-        from course_kit.local_kernel import use_own_sockets
+        from course_kit.local_kernel import use_private_sockets
 
         self.folder, self.manager = folder, KernelManager()
-        use_own_sockets(self.manager)
+        use_private_sockets(self.manager)
         self.manager.start_kernel(env=os.environ | {"TMPDIR": str(folder)})
         self.client = self.manager.client()
         self.client.start_channels()

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from course_kit.figures.ring import mask_colors
+from course_kit.figures.context_parallel.rings import mask_colors
 from course_kit.labs import context_parallel as cp_labs
 from course_kit.labs.sequence_parallel import drift, memory
 from course_kit.labs.sequence_parallel.models import batch_of, process_trial

@@ -20,7 +20,7 @@ import psutil
 import pytest
 import torch
 
-from course_kit.figures.heatmaps import heatmap
+from course_kit.figures.best_config import heatmap
 from course_kit.sweep import program as sweep
 from course_kit.sweep import rank as sweep_rank
 from course_kit.sweep.enclosed import ROOT, run_enclosed

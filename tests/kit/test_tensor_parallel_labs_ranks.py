@@ -5,11 +5,9 @@ import math
 from types import SimpleNamespace
 from unittest import mock
 
-import matplotlib.pyplot as plt
 import pytest
 import torch
 
-from course_kit.figures.dropout import draw_masks
 from course_kit.labs.tensor_parallel import dropout, faults, rivals, step, timeline
 from course_kit.labs.tensor_parallel.models import MHA, TINY, in_groups, on_first, process_trial, relative_error
 from course_lib.recompute.profiling import Span
@@ -41,16 +39,6 @@ def test_dropout_by_region_keeps_the_same_outside_and_its_own_inside(ranks):
         first, *others = ranks(dropout.dropout_masks, how)
         for other in others:
             assert tuple(torch.equal(*pair) for pair in zip(first, other, strict=True)) == alike
-
-
-def test_the_picture_of_dropout_shows_each_ranks_masks():
-    of_ranks = [(torch.rand(8, 8) > 0.4, torch.rand(8, 12) > 0.4) for _ in range(2)]
-    figure = draw_masks(of_ranks, "by region")
-    assert [ax.get_title() for ax in figure.axes] == ["head 0", "head 1", "output 0", "output 1"]
-    shown = [torch.tensor(ax.images[0].get_array()) for ax in figure.axes]
-    drawn = [masks[kind] for kind in (0, 1) for masks in of_ranks]
-    assert all(torch.equal(*pair) for pair in zip(shown, drawn, strict=True))
-    plt.close(figure)
 
 
 def test_a_seed_per_rank_lets_norms_diverge(ranks):

@@ -1,4 +1,4 @@
-"""course_kit.figures.tile_walk: each step is exact for the keys so far, and counts what it holds and moves. CPU."""
+"""course_kit.labs.tile_walk: each step is exact for the keys so far, and counts what it holds and moves. CPU."""
 
 import math
 from typing import NamedTuple
@@ -6,7 +6,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from course_kit.figures.tile_walk import (
+from course_kit.gpu.operation_bytes import BytesMoved
+from course_kit.labs.tile_walk import (
     WalkShape,
     exact_head,
     record_walk,
@@ -15,7 +16,6 @@ from course_kit.figures.tile_walk import (
     standard_numbers,
     walk_state,
 )
-from course_kit.gpu.operation_bytes import BytesMoved
 from course_lib.flash_attention.tiles import tiles
 
 

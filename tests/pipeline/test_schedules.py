@@ -312,9 +312,9 @@ def test_conditions_are_named():
     for p, m in ((3, 8), (4, 9), (4, 6), (2, 2)):
         with pytest.raises(ValueError, match=f"dualpipe: p = {p} and m = {m} must be even, and m at least 2p"):
             dualpipe(p, m)
-    with pytest.raises(ValueError, match="interleaved: a run has p = 4 micro-batches or more and divides m = 6, and"):
+    with pytest.raises(ValueError, match="interleaved: run = 4 must be at least p = 4, and divide m = 6"):
         interleaved(4, 6, 2)
-    with pytest.raises(ValueError, match="a run has p = 4 micro-batches or more and divides m = 8, and is 2"):
+    with pytest.raises(ValueError, match="run = 2 must be at least p = 4, and divide m = 8"):
         interleaved(4, 8, 2, run=2)
     with pytest.raises(ValueError, match="v = 0: ranks, micro-batches"):
         interleaved(4, 8, 0)

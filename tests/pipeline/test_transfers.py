@@ -284,3 +284,37 @@ def test_everything_arrives(ranks):
     assert len(of_four) >= 4
     for schedule in itertools.chain(by_hand(4, 8).values(), of_four):
         assert ranks(delivered, schedule) == [([], 0)] * 4
+
+
+def test_a_tensor_that_is_not_there_is_named_with_those_that_are(ranks):
+    """On four ranks: what rank 0 says where an action asks for a tensor that was posted under another key, and where it
+    is to send one that was not posted.
+    """
+    received, sent = ranks(misplaced)[0]
+    assert "rank 0 has no tensor for B of stage 0, micro-batch 1. It has: F of stage 0, micro-batch 0" in received
+    assert (
+        "no tensor for F of stage 1, micro-batch 0. It has: F of stage 1, micro-batch 1, to send; F of stage 0" in sent
+    )
+    assert "It has: none" in ranks(nothing_posted)[0]
+
+
+def misplaced() -> tuple[str, str]:
+    """On a rank: both messages."""
+    shapes = [StageInput(torch.Size((1,)), torch.float32)] * 4
+    group = dist.group.WORLD
+    p2p = P2PBuffers(plan_send_recv(afab(4, 2), group.rank()), group, shapes, torch.device("cpu"))
+    if group.rank() > 0:
+        return "", ""
+    p2p.post_send("F", 0, 0, torch.ones(1))  # not the next stage's
+    with pytest.raises(KeyError) as received:
+        p2p.wait_recv("B", 0, 1)
+    p2p.post_send("F", 1, 1, torch.ones(1))
+    with pytest.raises(KeyError) as sent:
+        p2p.start(1)
+    return str(received.value), str(sent.value)
+
+
+def nothing_posted() -> str:
+    """On a rank: the message where there is no tensor at all."""
+    p2p = P2PBuffers([[], []], dist.group.WORLD, [None], torch.device("cpu"))
+    return p2p.no_tensor(("F", 0, 0))

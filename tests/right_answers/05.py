@@ -27,6 +27,9 @@ def zero_1_step(layout: FlatLayout, values: torch.Tensor, gradient: torch.Tensor
     update(mine, total)
     all_gather_into_tensor(values, mine.clone(), group=layout.group)
 
+# %% 05.3 the mean in float32
+update(layout.local_shard(values), shard / layout.world_size) => update(layout.local_shard(values), shard.float() / layout.world_size)
+
 # %% 05.4 lists by group
 def global_norm(gradients: list[tuple[torch.Tensor, dist.ProcessGroup | None]]) -> torch.Tensor:
     by_group = {}

@@ -201,7 +201,7 @@ def interleaved(p: int, m: int, v: int, run: int | None = None) -> Schedule:
     if v == 1:
         return one_f_one_b(p, m)
     if run < p or m % run:
-        raise ValueError(f"interleaved: a run has p = {p} micro-batches or more and divides m = {m}, and is {run}")
+        raise ValueError(f"interleaved: run = {run} must be at least p = {p}, and divide m = {m}")
     def order(chunks):
         """(chunk, micro-batch), a run of each chunk after the other."""
         return [(chunk, first + i) for first in range(0, m, run) for chunk in chunks for i in range(run)]

@@ -104,8 +104,8 @@ def seen_as(value, depth: int = DEPTH) -> str:
     if isinstance(value, torch.Tensor):
         content = ""
         if type(value) in (torch.Tensor, nn.Parameter) and value.is_contiguous() and value.numel() < LARGE:
-            with contextlib.suppress(Exception), torch.no_grad():
-                content = hashlib.sha1(value.detach().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+            with contextlib.suppress(Exception), torch.no_grad():  # of a copy: numpy() makes a storage unresizable
+                content = hashlib.sha1(value.detach().clone().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
         return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.requires_grad} {content}"
     if isinstance(value, (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)):
         return repr(value)
@@ -119,7 +119,7 @@ def seen_as(value, depth: int = DEPTH) -> str:
     if isinstance(value, type) or depth == 0:
         return getattr(value, "__qualname__", type(value).__qualname__)
     if isinstance(value, dict):
-        items = [f"{seen_as(key, depth - 1)}: {seen_as(item, depth - 1)}" for key, item in list(value.items())[:20]]
+        items = [f"{seen_as(key, depth - 1)}: {seen_as(item, depth - 1)}" for key, item in list(value.items())[:200]]
         return f"{type(value).__name__} {items}"
     if isinstance(value, (list, tuple, set, frozenset)):
         return f"{type(value).__name__} {[seen_as(item, depth - 1) for item in list(value)[:20]]}"

@@ -61,8 +61,11 @@ OF_ONE_RUN = re.compile(
     re.IGNORECASE,
 )
 CAPTION = re.compile(r"^\*(?:Measured|Counted) in this run\.\*$", re.MULTILINE)  # says no more than that
-FOLDED = "hide-input"
-MOST_CELLS, LONGEST = 110, 40  # lines of an open cell that is no exercise
+MOST_CELLS, LONGEST = 110, 40  # lines of a cell that is no exercise
+MOST_LINES, MOST_LINES_OF = 700, {"07": 850, "09": 850, "10": 850}  # of code in a notebook, as the file has them
+MOST_LINES_IN_ALL = 9_500
+# What draws is course_kit/figures, in one style: a notebook has no plotting code, color or resolution of its own.
+PLOTTING = re.compile(r"\b(?:plt|matplotlib|pyplot|seaborn|figsize|rcParams|savefig|dpi)\b|[\"']#[0-9A-Fa-f]{6}\b")
 
 
 @pytest.fixture(params=PATHS, ids=lambda path: path.stem)
@@ -106,7 +109,7 @@ def test_phrases_that_describe_a_single_run_are_found(sentence, is_of_one_run):
 
 
 def test_what_the_library_holds_stands_in_no_cell(path, cells):
-    """No cell of a module's text, no raw cell, no body of a check; nothing is folded but figures and widgets."""
+    """No cell of a module's text, no raw cell, no body of a check, no plotting code; nothing is collapsed."""
     assert not [cell["id"] for cell in cells if cell["cell_type"] != "code" or "#| default_exp" in cell["source"]]
     setup = next(cell for cell in cells if cell["id"] == "setup")
     assert cells[0] is setup and setup["source"].startswith("from __future__ import annotations\n")
@@ -114,8 +117,9 @@ def test_what_the_library_holds_stands_in_no_cell(path, cells):
     for cell in cells:
         if name := exercise_of(cell["id"], "check"):
             assert cell["source"] == f'check("{name}")'
-        if FOLDED in cell["metadata"].get("tags", []):
-            assert re.match("# (Figure|Widget|Measured)", cell["source"]), f"{cell['id']} is folded, and is no figure"
+        assert not {"hide-input", "hide-cell"} & set(cell["metadata"].get("tags", [])), f"{cell['id']} is collapsed"
+        assert "source_hidden" not in cell["metadata"].get("jupyter", {}), f"{cell['id']} is collapsed"
+        assert not PLOTTING.findall(cell["source"]), f"{cell['id']} draws: write a function in course_kit/figures"
     assert (LIBRARY / (program_of(read_notebook(path)).replace(".", "/") + ".py")).exists()
 
 
@@ -123,10 +127,54 @@ def test_a_notebook_is_short(path, cells):
     assert len(read_notebook(path)["cells"]) <= MOST_CELLS
     lines = {}  # an import whose names the formatter puts on a line each counts as one line; empty lines do not count
     for cell in cells:
-        if FOLDED not in cell["metadata"].get("tags", []) and not exercise_of(cell["id"]):
+        if not exercise_of(cell["id"]):
             source = re.sub(r"import \([^)]*\)", "import", cell["source"])
             lines[cell["id"]] = len(re.findall(r"\S.*", source))
     assert not {cell: n for cell, n in lines.items() if n > LONGEST}
+    assert lines_of(cells) <= MOST_LINES_OF.get(path.name.partition("_")[0], MOST_LINES)
+
+
+def lines_of(cells: list[dict]) -> int:
+    return sum(len(cell["source"].splitlines()) for cell in cells)
+
+
+def test_all_notebooks_together_are_short():
+    notebooks = [[cell for cell in read_notebook(path)["cells"] if cell["cell_type"] == "code"] for path in PATHS]
+    assert sum(map(lines_of, notebooks)) <= MOST_LINES_IN_ALL
+
+
+@pytest.mark.parametrize(
+    "source, is_plotting",
+    [
+        ("import matplotlib.pyplot as plt", True),
+        ('ax.plot(x, color="#4C72B0")', True),
+        ("fig.savefig(png, dpi=72)", True),
+        ("figures.ring_step(step=3)", False),
+        ("# exercise 04.6: the plot thickens", False),
+    ],
+)
+def test_plotting_code_is_found(source, is_plotting):
+    assert bool(PLOTTING.search(source)) == is_plotting
+
+
+def test_every_figure_is_shown_and_tested():
+    """A function of course_kit/figures that returns a figure: some notebook, widget or figure calls it, and a test."""
+    drawn = {}
+    for file in (ROOT / "course_kit/figures").rglob("*.py"):
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef) and any(ast.unparse(each) == "styled" for each in node.decorator_list):
+                drawn[node.name] = file
+    callers = [cell["source"] for path in PATHS for cell in read_notebook(path)["cells"]]
+    callers += [file.read_text(encoding="utf-8") for folder in ("widgets", "sweep") for file in
+                (ROOT / "course_kit" / folder).rglob("*.py")]  # fmt: skip
+    tests = [file.read_text(encoding="utf-8") for file in (ROOT / "tests").rglob("test_*.py")]
+    for texts, what in ((callers, "shown"), (tests, "tested")):
+        text = "\n".join(texts)
+        assert not [
+            f"{name} of {file.stem} is not {what}"
+            for name, file in drawn.items()
+            if not re.search(rf"\b{name}\b", text)
+        ]
 
 
 def test_every_exercise_has_one_check_and_its_answer_goes_into_the_library(path, cells):
@@ -143,7 +191,9 @@ def test_every_exercise_has_one_check_and_its_answer_goes_into_the_library(path,
 def test_what_is_exported_is_called(path, cells):
     """The library, another exercise, a figure or a lab calls every exported function."""
     callers = [
-        file.read_text() for folder in ("course_lib", "course_kit/labs") for file in (ROOT / folder).rglob("*.py")
+        file.read_text()
+        for folder in ("course_lib", "course_kit/labs", "course_kit/figures")
+        for file in (ROOT / folder).rglob("*.py")
     ]
     called = {
         node.attr if isinstance(node, ast.Attribute) else node.id

@@ -94,7 +94,6 @@ ALLOWED = {  # names that are PyTorch's, a paper's, or right as they are
     "needs_own_collective": "a term of its own",
     "scaled_dot_product_attention": "PyTorch's",
     "in_place": "PyTorch's",
-    "draw_box": "a figure's",
     "kept_hidden": "users' calibration files name it",
     "kept_outside_tp": "users' calibration files name it",
     "kept_ffn": "users' calibration files name it",

@@ -195,6 +195,23 @@ def mlp_backward(x, a, b, grad_y, group):
     grad_a, grad_b = grad_u.t() @ x, grad_y.t() @ F.silu(u)
     return grad_u @ whole_a, cut(grad_a, group, 0), cut(grad_b, group, 1)
 
+# %% 06.3 sums in float32
+dist.all_reduce(grad_x, group=group)
+return grad_x, grad_a, grad_b
+=>
+total = grad_x.float()
+dist.all_reduce(total, group=group)
+return total, grad_a, grad_b
+
+# %% 06.3 multiplies twice
+grad_b = grad_y.t() @ F.silu(u) => grad_b = grad_y.t() @ F.silu(F.linear(x, a))
+
+# %% 06.3 in float32 throughout
+u = F.linear(x, a)  # [n, ffn/N]
+=>
+x, a, b, grad_y = x.float(), a.float(), b.float(), grad_y.float()
+u = F.linear(x, a)  # [n, ffn/N]
+
 # %% 06.4 a synchronous all-reduce, before the weights' products
 class ColumnMatmul(OnceDifferentiable):
     @staticmethod
@@ -460,6 +477,15 @@ self.bias.to(out.dtype) => self.bias
 # %% 06.5 calls f* by its name
 out = self.output_reduce => out = sum_over_group
 self.bias.to(out.dtype) => self.bias
+
+# %% 06.5 copies x
+F.linear(x, self.weight) => F.linear(x.clone(), self.weight)
+
+# %% 06.5 keeps x
+out = self.output_reduce(F.linear(x, self.weight), self.group)
+=>
+self.x = x
+out = self.output_reduce(F.linear(x, self.weight), self.group)
 
 # %% 06.6 copies are not kept in sync
 def project_together(x, layers):
@@ -1402,6 +1428,9 @@ return whole
 (cut(x, group, -1), cut(weight, group, 1))  # [n, out], a summand => (cut(x, group, -1), cut(weight, group, 1)).float()
 return local => return local.to(x.dtype)
 
+# %% 06.1 matmuls in float32
+local = F.linear(x, cut(weight, group, 0))  # [n, out/N] => local = F.linear(x.float(), cut(weight, group, 0).float()).to(x.dtype)
+
 # %% 06.2 f* sums a copy with the strides of x
 total = x.clone(memory_format=torch.contiguous_format)
 =>
@@ -1417,6 +1446,41 @@ total += x
 total = gradient.clone(memory_format=torch.contiguous_format)  # others may hold the same gradient
 =>
 total = gradient.double().float().contiguous()
+
+# %% 06.2 f copies x
+return x.view_as(x) => return x.clone()
+
+# %% 06.2 f keeps x
+ctx.group = group
+return x.view_as(x)
+=>
+ctx.group = group
+ctx.x = x
+return x.view_as(x)
+
+# %% 06.2 f saves x
+ctx.group = group
+return x.view_as(x)
+=>
+ctx.group = group
+ctx.save_for_backward(x)
+return x.view_as(x)
+
+# %% 06.2 f* saves x
+total = x.clone(memory_format=torch.contiguous_format)
+dist.all_reduce(total, group=group)
+=>
+total = x.clone(memory_format=torch.contiguous_format)
+ctx.save_for_backward(x)
+dist.all_reduce(total, group=group)
+
+# %% 06.2 f* keeps x
+total = x.clone(memory_format=torch.contiguous_format)
+dist.all_reduce(total, group=group)
+=>
+total = x.clone(memory_format=torch.contiguous_format)
+ctx.x = x
+dist.all_reduce(total, group=group)
 
 # %% 06.4 the gradient of x is summed in float32
 rows, grad_x, work = [gradient.flatten(0, -2) for gradient in gradients], None, None  # [b*s, out]
@@ -1496,6 +1560,19 @@ def project_together(x, layers):
         return outs
     return tuple(out + shared(layer, layer.bias).to(out.dtype) for layer, out in zip(layers, outs, strict=True))
 
+# %% 06.6 for two layers
+outs = layers[0].matmul.apply(x, layers[0].group, *weights)
+=>
+outs = layers[0].matmul.apply(x, layers[0].group, weights[0], weights[1])
+
+# %% 06.6 copies x
+outs = layers[0].matmul.apply(x, layers[0].group, *weights) => outs = layers[0].matmul.apply(x.clone(), layers[0].group, *weights)
+
+# %% 06.6 takes the second's replicas
+return copy_to_group(parameter, layer.replicas.copies) if layer.replicas else parameter
+=>
+return copy_to_group(parameter, layers[-1].replicas.copies) if layer.replicas else parameter
+
 # %% 06.7 tokens outside of the vocabulary begin again at its other end
 rows = tokens - self.shard.start => rows = tokens % self.shard.full_size - self.shard.start
 
@@ -1504,6 +1581,18 @@ hidden.masked_fill(elsewhere[..., None], 0.0) => hidden * (~elsewhere[..., None]
 
 # %% 06.7 takes tokens to have two dimensions
 [..., None] => [:, :, None]
+
+# %% 06.7 one-hot
+hidden = F.embedding(rows.masked_fill(elsewhere, 0), self.weight) => hidden = F.one_hot(rows.masked_fill(elsewhere, 0), self.shard.size).to(self.weight.dtype) @ self.weight
+
+# %% 06.7 float32 rows
+hidden = F.embedding(rows.masked_fill(elsewhere, 0), self.weight) => hidden = F.embedding(rows.masked_fill(elsewhere, 0), self.weight.float()).to(self.weight.dtype)
+
+# %% 06.7 keeps hidden
+return self.output_reduce(hidden.masked_fill(elsewhere[..., None], 0.0), self.group)
+=>
+self.hidden = hidden
+return self.output_reduce(hidden.masked_fill(elsewhere[..., None], 0.0), self.group)
 
 # %% 06.8 a second backward multiplies what the first has left
 if ctx.needs_input_grad[0]:  # softmax, and 1 less at the target
@@ -1528,6 +1617,20 @@ dist.all_reduce(largest, dist.ReduceOp.MAX, group=shard.group)
 =>
 dist.all_reduce(largest, dist.ReduceOp.MAX, group=shard.group)
 largest = largest.clamp(min=-100)
+
+# %% 06.8 keeps the softmax on ctx, and copies it in backward
+ctx.save_for_backward(grad) => ctx.grad = grad
+(grad,) = ctx.saved_tensors => grad = ctx.grad
+return grad.mul_(gradient[:, None]).to(ctx.dtype) => return (grad * gradient[:, None]).to(ctx.dtype)
+
+# %% 06.8 keeps logits too
+ctx.save_for_backward(grad) => ctx.save_for_backward(grad, logits)
+(grad,) = ctx.saved_tensors => grad, _ = ctx.saved_tensors
+
+# %% 06.8 logits on ctx
+ctx.dtype = logits.dtype
+=>
+ctx.dtype, ctx.logits = logits.dtype, logits
 
 # %% 06.12 an output of float32, whatever x is
 class RowMatmul(OnceDifferentiable): => class RowMatmul(torch.autograd.Function):
@@ -1598,6 +1701,12 @@ def pack(self: PartitionedCheckpoint, tensor):
 # %% 06.9 each rank's part of the gradient of q's and k's norms stays its own
 share_head_norms(model, group) =>
 
+# %% 06.9 groups of copies for each block
+attention.k_proj = ColumnParallelLinear(attention.k_proj, group, replicas) => attention.k_proj = ColumnParallelLinear(attention.k_proj, group, replicas_of(group, copies) if copies > 1 else None)
+
+# %% 06.9 chunks for the first block alone
+attention.o_proj = RowParallelLinear(attention.o_proj, group, chunks) => attention.o_proj = RowParallelLinear(attention.o_proj, group, chunks if block is model.blocks[0] else 1)
+
 # %% 06.4 forward sums its outputs
 return tuple(F.linear(x, weight) for weight in weights)
 =>
@@ -1609,6 +1718,24 @@ return outs
 return tuple(F.linear(x, weight) for weight in weights)
 =>
 return tuple(F.linear(x, weights[0][: len(weight)]) for weight in weights)
+
+# %% 06.4 keeps the outputs
+return tuple(F.linear(x, weight) for weight in weights)
+=>
+ctx.outs = [F.linear(x, weight) for weight in weights]
+return tuple(ctx.outs)
+
+# %% 06.4 keeps a contiguous copy of x
+ctx.save_for_backward(x, *weights) => ctx.save_for_backward(x.contiguous(), *weights)
+
+# %% 06.4 keeps a copy of x
+ctx.save_for_backward(x, *weights) => ctx.save_for_backward(x.clone(), *weights)
+
+# %% 06.4 keeps copies of weights
+ctx.save_for_backward(x, *weights) => ctx.save_for_backward(x, *(weight.clone() for weight in weights))
+
+# %% 06.4 multiplies in float32
+return tuple(F.linear(x, weight) for weight in weights) => return tuple(F.linear(x.float(), weight.float()).to(x.dtype) for weight in weights)
 
 # %% 06.12 backward sums the gradient of x
 return grad_x, None, grad_weight, None
@@ -1626,3 +1753,21 @@ row = gradient.flatten(0, -2)
 row = gradient.flatten(0, -2).clone()
 dist.all_reduce(row)
 row /= dist.get_world_size()
+
+# %% 06.12 keeps the flattened copy
+ctx.save_for_backward(x, weight)
+rows, works = x.flatten(0, -2), []  # [b*s, in/N]
+=>
+rows, works = x.flatten(0, -2), []  # [b*s, in/N]
+ctx.shape = x.shape
+ctx.save_for_backward(x, weight, rows)
+---
+x, weight = ctx.saved_tensors => x, weight, _ = ctx.saved_tensors
+
+# %% 06.12 keeps the output
+out = rows.new_empty(len(rows), len(weight))
+=>
+out = ctx.out = rows.new_empty(len(rows), len(weight))
+
+# %% 06.12 wants weight always
+if ctx.needs_input_grad[2] else None => if True else None

@@ -1093,3 +1093,119 @@ grad_x, self.x.grad = self.x.grad, None => grad_x = self.x.grad
 
 # %% 09.3 an output that needs no gradient is not thought of
 if self.edge is not None: => if True:
+
+# %% 09.1 no stage at all is not refused
+if not 1 <= stages <= layers + 2: => if stages > layers + 2:
+
+# %% 09.2 stages share the dictionaries of all but the forward hooks
+stage.__dict__.update((key, value.copy()) for key, value in vars(model).items() if isinstance(value, dict)) => stage._forward_hooks, stage._forward_pre_hooks = model._forward_hooks.copy(), model._forward_pre_hooks.copy()
+
+# %% 09.2 stages lose the model's hooks
+stage.__dict__.update((key, value.copy()) for key, value in vars(model).items() if isinstance(value, dict)) => stage.__dict__.update((key, type(value)()) for key, value in vars(model).items() if isinstance(value, dict))
+
+# %% 09.3 the leaf in float32
+self.x = x.detach().requires_grad_(x.is_floating_point()) => self.x = x.detach().float().requires_grad_() if x.is_floating_point() else x.detach()
+
+# %% 09.3 the output in float32
+self.out, self.edge = out.detach(), => self.out, self.edge = out.detach().float(),
+
+# %% 09.3 the gradient in float32
+return grad_x => return None if grad_x is None else grad_x.float()
+
+# %% 09.5 the last stage's I looks at the stage after
+return None if stage == self.last or => return None if kind == "B" and stage == self.last or
+
+# %% 09.5 an I does not need its own F
+if not self.forward[index]: => if kind == "B" and not self.forward[index]:
+
+# %% 09.5 W needs its own F alone
+return None if self.backward[index] else (False, stage, micro_batch) => return None if self.forward[index] else (False, stage, micro_batch)
+
+# %% 09.6 negative numbers are not seen
+if negative := [pair for pair in done if min(pair) < 0]:
+    raise ValueError(f"stage {negative[0][0]}, micro-batch {negative[0][1]}: both count from 0")
+=>
+
+# %% 09.7 an I waits for no rank
+elif kind == "W" or stage == stages - 1: => elif kind in "IW" or stage == stages - 1:
+
+# %% 09.7 what an I makes needs no time to travel
+ready = ready if rank_of[source] == rank else ready + t_comm => ready = ready if rank_of[source] == rank or kind == "I" else ready + t_comm
+
+# %% 09.7 stage s is taken to be on rank s mod p
+ready = ready if rank_of[source] == rank else ready + t_comm => ready = ready if source // m % len(schedule) == rank else ready + t_comm
+
+# %% 09.7 the rank of stage 0 is not noted
+rank_of[index] = rank
+if stage == 0:
+    continue
+=>
+if stage == 0:
+    continue
+rank_of[index] = rank
+
+# %% 09.7 a pair begins when its second can
+start = ready if ready > start else start => start = ready if ready > free[rank] else free[rank]
+
+# %% 09.7 only the first of a pair waits
+start = ready if ready > start else start => start = start if start > free[rank] else max(ready, start)
+
+# %% 09.9 a SplitPass without positions
+with step.autocast:
+    done = step.passes[key] = make(
+        self.stages[str(stage)], x, self.output_fn(step, *key), *step.args[micro_batch]
+    )
+=>
+with step.autocast:
+    if key in self.split:
+        done = step.passes[key] = SplitPass(self.stages[str(stage)], x, self.output_fn(step, *key))
+    else:
+        done = step.passes[key] = make(self.stages[str(stage)], x, self.output_fn(step, *key), *step.args[micro_batch])
+
+# %% 09.9 a SplitPass outside of autocast
+with step.autocast: => with contextlib.nullcontext() if key in self.split else step.autocast:
+
+# %% 09.9 one kind of pass per rank
+make = SplitPass if key in self.split else StagePass => make = SplitPass if self.split else StagePass
+
+# %% 09.9 the first of the stages of the rank
+self.stages[str(stage)], x, => next(iter(self.stages.values())), x,
+
+# %% 09.9 passes by micro-batch alone
+key, last = (stage, micro_batch), stage == self.last => key, last = (stage, micro_batch), stage == self.last; whole = key
+done = step.passes[key] = make( => done = step.passes[micro_batch] = make(
+step.passes.pop(key).weight_gradients() => step.passes.pop(micro_batch).weight_gradients()
+done = step.passes[key] if kind == "I" else step.passes.pop(key) => done = step.passes[micro_batch] if kind == "I" else step.passes.pop(micro_batch)
+
+# %% 09.9 the last rank is taken to have the last stage
+key, last = (stage, micro_batch), stage == self.last => key, last = (stage, micro_batch), self.group.rank() == self.group.size() - 1
+
+# %% 09.9 the first rank has only the first stage
+x = step.inputs[micro_batch] if stage == 0 else => x = step.inputs[micro_batch] if self.group.rank() == 0 else
+
+# %% 09.11 a view of the gradient
+rows = gradient.flatten(0, -2) => rows = gradient.view(-1, gradient.shape[-1])
+
+# %% 09.11 a view of x
+x.flatten(0, -2) if wants_weight => x.view(-1, x.shape[-1]) if wants_weight
+
+# %% 09.11 a matmul in the weight's dtype
+grad_x = gradient @ weight.to(gradient.dtype) if wants_x else None => grad_x = (gradient.to(weight.dtype) @ weight).to(gradient.dtype) if wants_x else None
+
+# %% 09.13 warmup of H2 at most
+k * (p - 1 - rank)) => min(k, 2) * (p - 1 - rank))
+
+# %% 09.14 rank 0's time of a W
+self.times["W"][rank] => self.times["W"][0]
+
+# %% 09.14 rank 0's lead
+f - i < self.max_lead[rank] => f - i < self.max_lead[0]
+
+# %% 09.14 a gap of just the length is too short
+wait >= self.fill => wait > self.fill
+
+# %% 09.15 B's do not count where there are W's
+if action.kind in "BW"} => if action.kind == "W" or action.kind == "B" and not any(a.kind == "W" for a in actions)}
+
+# %% 09.6 a rank without actions
+max(itertools.accumulate(row), default=0) => max(itertools.accumulate(row))

@@ -330,6 +330,15 @@ def check_pairs(layout: Layout) -> None:
             "recompute none or full"
         )
 
+# %% 10.2 lets a negative stage pass
+stage not in (0, 1, 2, 3) => stage > 3
+
+# %% 10.2 knows cp 2 only
+layout.recompute == "selective" and layout.cp > 1 => layout.recompute == "selective" and layout.cp == 2
+
+# %% 10.2 names tp alone
+"sequence_parallel splits activations that tp does not, and tp is 1: raise tp, or leave out sp" => "raise tp: it is 1"
+
 # %% 10.3 tp outermost
 sizes = (layout.dp // layout.ep, layout.ep, layout.pp, layout.cp, layout.tp)
 mesh = init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
@@ -522,6 +531,19 @@ for x, y in zip(inputs.split(layout.micro_batch), targets.split(layout.micro_bat
 (each, mesh.cp, layout.order) => (each, mesh.cp, 'zigzag')
 mesh.cp, layout.order, inputs.device => mesh.cp, 'zigzag', inputs.device
 
+# %% 10.6 does not check the sequence
+check_sizes(layout, None, inputs.shape[1]) =>
+
+# %% 10.6 counts tokens in bfloat16
+.sum().float() => .sum().bfloat16()
+
+# %% 10.6 tells the routers the schedule of before
+for router in routers_of(runner.stages):
+    router.loss_weight = 1 / runner.m
+=>
+for router in routers_of(runner.stages):
+    router.loss_weight = router.loss_weight if runner.m == 1 else 1 / runner.m
+
 # %% 10.7 builds the whole model on every rank and cuts it
     sharding, stages = shard_stages(stages, layout, mesh, schedule, init, dtype)
 else:
@@ -678,6 +700,18 @@ optimizer = optimizer_cls => optimizer = torch.optim.AdamW
 # %% 10.7 in ZeRO always AdamW
 runner.stages, optimizer_cls => runner.stages, torch.optim.AdamW
 
+# %% 10.7 data parallelism over dp alone
+DataParallel(runner.stages, mesh.replicas) => DataParallel(runner.stages, mesh.dp)
+
+# %% 10.7 the pipeline sums over dp alone
+loss_of, mesh.replicas, **hooks => loss_of, mesh.dp, **hooks
+
+# %% 10.7 computes in float32
+step_hooks(stages, layout, dtype, sharding) => step_hooks(stages, layout, torch.float32, sharding)
+
+# %% 10.7 says float32
+runner, sharding, optimizer, dtype) => runner, sharding, optimizer, torch.float32)
+
 # %% 10.8 nothing is split
 shapes = {"attention_norm": [4, 32, 32], "core": [4, 32, 4, 8], "o_proj": [4, 32, 32], "mlp_norm": [4, 32, 32], "mlp": [4, 32, 32]}
 
@@ -785,6 +819,9 @@ for flat in unit.flat_params: => for flat in unit.flat_params if unit is self.ro
 # %% 10.10 whole parameters are not registered
 flat.register(flat.unsharded_params) =>
 
+# %% 10.10 does not wait for the root
+self.pre_forward(self.root)  # no module waits for its weights later: they are in no unit, or in two =>
+
 # %% 10.11 steps count from 0
 return peak * step / warmup => return peak * (step - 1) / warmup
 
@@ -811,6 +848,9 @@ return grown // start * start => return grown
 
 # %% 10.11 a quarter at a time
 (full - start) * (step - 1) // max(1, ramp) => (full - start) // 4 * (4 * (step - 1) // max(1, ramp))
+
+# %% 10.11 a ramp that rounds to the nearest
+grown // start * start => round(grown / start) * start
 
 # %% 10.12 only the last number is looked at
 for number in range(oldest, newest + 1): => for number in range(newest, newest + 1):
@@ -845,6 +885,12 @@ break =>
 break
 =>
 return lines
+
+# %% 10.12 a rank whose ring has lost a group is absent
+absent = [rank for rank in ranks if rank not in present and first_ns.get(rank, 0) <= at] => absent = [rank for rank in ranks if rank not in present]
+
+# %% 10.12 an absent rank beside a mismatch is not named
++ (f"; not there: {absent}" if absent else "") => + (f"; not there: {absent}" if len(ranks_in) == 1 else "")
 
 # %% 10.13 circle and alone exchanged
 verdict = {"A": ("left", [7]), "B": ("alone", [7]), "C": ("circle", [1, 4])}
@@ -932,3 +978,9 @@ crossing += record.bytes * (len({slots[rank] // ranks_per_node for rank in ring}
 targets = [rank for rank in ring if rank != record.rank]
 =>
 targets = ring
+
+# %% 10.15 a reduce-scatter goes to all
+("all_reduce", "all_gather", "reduce_scatter") => ("all_reduce", "all_gather")
+
+# %% 10.15 nodes of the ranks, for an all-to-all
+sum(slots[rank] // ranks_per_node != node for rank in targets) => sum((slots[rank] if len(targets) == 1 else rank) // ranks_per_node != node for rank in targets)

@@ -107,6 +107,9 @@ if np.all(is_schedule(layout, "naive")):
     return m + 0 * share
 share = np.where(np.any(is_schedule(layout, "zb-h1")), (pp - 1 + np.maximum(0, pp - m)) / of_all, share)
 
+# %% 11.2 afab without a pipeline
+is_schedule(layout, "afab"), m, held => np.asarray(layout.schedule) == "afab", m, held
+
 # %% 11.3 K and V are split as far as tp goes
 * np.maximum(1, tp / config.kv_heads) => * 1
 
@@ -220,6 +223,12 @@ np.where((zero == 2) | each_time, m, 1) => m if np.any((zero == 2) | each_time) 
 
 # %% 11.5 a ring of any size
 latency_steps(cluster, replicas) => (replicas - 1)
+
+# %% 11.5 one m for all
+syncs = np.where((zero == 2) | each_time, m, 1) => syncs = np.where((zero == 2) | each_time, int(np.ravel(m)[0]), 1)
+
+# %% 11.5 one number of parameters
+share = parameters * (replicas - 1) / replicas => share = float(np.ravel(parameters)[0]) * (replicas - 1) / replicas
 
 # %% 11.6 leaks: fits to all runs
 left = set(rows)
@@ -393,6 +402,24 @@ layouts[f"{raised} {moved[raised]}, {lowered} {moved[lowered]}"] = dataclasses.r
 layouts[f"{raised} {moved[raised]}, {lowered} {moved[lowered]}"] = dataclasses.replace(layout, **moved)
 twice = {"micro_batch": 2 * layout.micro_batch}
 layouts[f"{raised}, {lowered}, larger micro-batch"] = dataclasses.replace(layout, **moved, **twice)
+
+# %% 11.8 a layout from scratch
+why: dataclasses.replace(
+    one, sequence_parallel=one.tp > 1, gather_once=one.zero_stage == 3 and one.pp > 1,
+    schedule=one.schedule if one.pp > 1 else "1f1b",
+)
+=>
+why: Layout(
+    dp=one.dp, pp=one.pp, cp=one.cp, tp=one.tp, micro_batch=one.micro_batch, zero_stage=one.zero_stage,
+    recompute=one.recompute, sequence_parallel=one.tp > 1, gather_once=one.zero_stage == 3 and one.pp > 1,
+    schedule=one.schedule if one.pp > 1 else "1f1b",
+)
+
+# %% 11.8 moves a factor off odd degrees
+if lowered != raised and getattr(layout, lowered) % 2 == 0: => if lowered != raised and getattr(layout, lowered) > 1:
+
+# %% 11.8 two stages per rank
+schedule=one.schedule if one.pp > 1 else "1f1b", => schedule=one.schedule if one.pp > 1 else "1f1b", virtual=2,
 
 # %% 11.9 A without ZeRO: the states do not fit
 by_hand = {

@@ -254,3 +254,42 @@ tl.minimum(tiles_m - first, group) => tl.where(first + group >= tiles_m, tiles_m
 
 # %% 12.6 groups run back and forth
 within // rows => tl.where(first // group % 2 == 0, within // rows, tiles_n - 1 - within // rows)
+
+# %% 12.1 64 warps, whatever the GPU
+blocks * warps / gpu.warps_per_sm => blocks * warps / 64
+
+# %% 12.1 a kernel without registers
+registers_per_thread, 1, gpu.max => registers_per_thread, 0, gpu.max
+
+# %% 12.2 addresses in 32 bits
+astype(np.int64) // unit => astype(np.int32) // unit
+
+# %% 12.4 offsets in 32 bits
+tl.program_id(0).to(tl.int64) => tl.program_id(0)
+
+# %% 12.4 64 bits after the product
+block * BLOCK + tl.arange(0, BLOCK) => (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+
+# %% 12.4 an if on a block, which no GPU runs
+x = widen(tl.load(x_pointer + element, mask=exists, other=0.0))
+below = alpha * expm1(tl.minimum(x, 0.0))  # of every element, wanted or not; e^x of a large x would be infinite
+out = tl.where(x < 0, below, x)
+=>
+x = widen(tl.load(x_pointer + element, mask=exists, other=0.0))
+if x >= 0:
+    out = x
+else:
+    out = alpha * expm1(tl.minimum(x, 0.0))
+
+# %% 12.5 tiled: b's tile by columns
+bring(block, tile_b, (y, x), b, start + y, column, n)
+=>
+bring(block, tile_b, (x, y), b, start + x, block.block_y * TILE + y, n)
+
+# %% 12.5 tiled: a's tile by columns
+bring(block, tile_a, (y, x), a, row, start + x, n)
+=>
+bring(block, tile_a, (x, y), a, block.block_x * TILE + x, start + y, n)
+
+# %% 12.1 32 blocks, whatever the GPU
+"blocks": gpu.blocks_per_sm, => "blocks": 32,

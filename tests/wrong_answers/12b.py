@@ -204,3 +204,46 @@ class adamw_kernel:
         master.mul_(keep).sub_(lr * corrected[0] / (corrected[1].sqrt() + eps))
         if weights is not None:
             weights.copy_(master)
+
+# %% 12.7 offsets in 32 bits
+tl.program_id(0).to(tl.int64) * ROWS => tl.program_id(0) * ROWS
+
+# %% 12.7 padding is whatever a GPU loads
+mask=inside, other=float("-inf") => mask=inside
+
+# %% 12.7 padding of -1,000
+other=float("-inf") => other=-1e3
+
+# %% 12.8 offsets in 32 bits
+tl.program_id(0).to(tl.int64) => tl.program_id(0)
+
+# %% 12.8 rows past the end are whatever a GPU loads
+rstd + row, mask=row < rows, other=0.0 => rstd + row, mask=row < rows
+
+# %% 12.8 columns past the end are whatever a GPU loads
+weight + column, mask=column < hidden, other=0.0 => weight + column, mask=column < hidden
+
+# %% 12.9 offsets in 32 bits
+row = tl.program_id(0).to(tl.int64) => row = tl.program_id(0)
+
+# %% 12.9 the maximum begins at -10,000
+largest, total = -3.4028234663852886e38, 0.0 => largest, total = -1e4, 0.0
+
+# %% 12.9 the maximum in a loop of its own
+    before, largest = largest, tl.maximum(largest, tl.max(block, 0))
+    total = total * tl.exp(before - largest) + tl.sum(tl.exp(block - largest), 0)
+=>
+    largest = tl.maximum(largest, tl.max(block, 0))
+for start in range(0, vocab, BLOCK):
+    inside = start + columns < vocab
+    block = widen(tl.load(logits + start + columns, mask=inside, other=float("-inf")))
+    total += tl.sum(tl.exp(block - largest), 0)
+
+# %% 12.10 offsets in 32 bits
+tl.program_id(0).to(tl.int64) => tl.program_id(0)
+
+# %% 12.10 a copy in bfloat16, whatever its dtype
+cast(w, weights.dtype.element_ty), mask=inside => cast(w, tl.bfloat16), mask=inside
+
+# %% 12.9 a target that is no column has a loss
+tl.where(is_column, largest + tl.log(total), float("nan")) => largest + tl.log(total)

@@ -510,3 +510,32 @@ check_for_kernel(q, k, v, None), max => q.shape[3] ** -0.5, max
 
 # %% 13.9 forward alone refuses
 check_for_kernel(q, k, v, None), max => q.shape[3] ** -0.5, max
+
+# %% 13.6 v is widened for the matmul
+weighted = dot(cast(powers, v_tile.dtype), v_tile, weighted * shrink[:, None])
+=>
+weighted = tl.dot(powers, v_tile.to(tl.float32), weighted * shrink[:, None])
+
+# %% 13.6 q and k are widened for the matmul
+scores = dot(q_tile, k_tile, => scores = dot(q_tile.to(tl.float32), k_tile.to(tl.float32),
+
+# %% 13.6 k's pointer stays
+k_rows += BLOCK_K * k_row => k_rows += 0
+
+# %% 13.7 the gradient and v are widened for the matmul
+p_grad = dot(grad_tile, v_tile, => p_grad = dot(grad_tile.to(tl.float32), v_tile.to(tl.float32),
+
+# %% 13.8 the offset of the first gradient in 32 bits
+grad_rows += tl.cast(start, tl.int64) * grad_row => grad_rows += start * grad_row
+
+# %% 13.8 lse past the end is whatever a GPU loads
+lse_rows + first + row, mask=row < queries - first, other=0.0 => lse_rows + first + row, mask=row < queries - first
+
+# %% 13.8 delta past the end is whatever a GPU loads
+delta_rows + first + row, mask=row < queries - first, other=0.0 => delta_rows + first + row, mask=row < queries - first
+
+# %% 13.6 v's rows are as far apart as k's
+v_rows += BLOCK_K * v_row => v_rows += BLOCK_K * k_row
+
+# %% 13.7 v's rows are as far apart as k's
+v_rows += BLOCK_K * v_row => v_rows += BLOCK_K * k_row

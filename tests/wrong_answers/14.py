@@ -255,3 +255,65 @@ self.backoff => 0.5
 
 # %% 14.4 counts to 3, whatever interval says
 good_steps == self.interval => good_steps == 3
+
+# %% 14.1 changes the codes that it is given
+codes = codes.long()
+=>
+codes = codes.long()
+codes &= 2**fmt.bits - 1
+
+# %% 14.1 one dimension alone
+return torch.where(negative, -value, value)
+=>
+return torch.where(negative, -value, value).flatten()
+
+# %% 14.1 takes True for a code
+codes.is_complex() or codes.dtype == torch.bool => codes.is_complex()
+
+# %% 14.2 one dimension alone
+base + rounded, values, fmt => (base + rounded).flatten(), values.flatten(), fmt
+
+# %% 14.3 gives the weights new memory, of which no bucket knows
+torch._foreach_copy_(self.weights, self.master_parameters)
+=>
+for weight, master in zip(self.weights, self.master_parameters, strict=True):
+    weight.data = master.detach().to(weight.dtype)
+
+# %% 14.3 rounds to bfloat16, whatever the weights are
+(self.weights, self.master_parameters) => (self.weights, [master if w.dtype == torch.float32 else master.bfloat16() for w, master in zip(self.weights, self.master_parameters)])
+
+# %% 14.3 drops the sums of earlier micro-batches
+self.accumulate_into_master()
+self.optimizer.step()
+=>
+for master in self.master_parameters:
+    master.grad = None
+self.accumulate_into_master()
+self.optimizer.step()
+
+# %% 14.4 gives the gradients new memory
+gradient.mul_(inverse) => gradient.data = gradient * inverse
+
+# %% 14.4 refuses bfloat16, too
+gradient.dtype == torch.float16 for => gradient.dtype != torch.float32 for
+
+# %% 14.4 looks at the first gradient's dtype alone
+any(gradient.dtype == torch.float16 for gradient in gradients) => gradients and gradients[0].dtype == torch.float16
+
+# %% 14.4 S below 1 counts as 1
+self.factor.double().reciprocal().float() => self.factor.clamp(min=1.0).reciprocal()
+
+# %% 14.4 S shrinks until 1 / S is inf
+.clamp(min=2.0**-126) =>
+
+# %% 14.4 a sum that overflows counts as inf
+(~gradient.isfinite()).any() => (~gradient.sum().isfinite())
+
+# %% 14.4 each call forgets what the one before it has found
+gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+=>
+gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+self.found_inf.zero_()
+
+# %% 14.4 hangs the others: no all-reduce on a rank without gradients
+if self.group is not None: => if self.group is not None and gradients:

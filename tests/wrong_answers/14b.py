@@ -198,3 +198,97 @@ ctx.grad_dtypes[i] => ctx.dtype
 
 # %% 14.8 waits for the sum before Wgrad begins
 ctx.group, async_op=True => ctx.group
+
+# %% 14.5 given scales are those of a tensor alone
+if scale is None: => if scale is None or block != TENSOR:
+
+# %% 14.5 rounds given scales up to powers of two
+if scale is None:
+    scale = scale_of(block_amax(x, block, groups), dtype, power_of_two)
+=>
+if scale is None:
+    scale = scale_of(block_amax(x, block, groups), dtype)
+if power_of_two:
+    scale = torch.exp2(torch.ceil(torch.log2(scale.double()))).float()
+
+# %% 14.5 asks the ranks, though a scale is given
+if scale is None:
+=>
+block_amax(x, block, groups)
+if scale is None:
+
+# %% 14.5 the ranks of the first group alone agree
+block, groups => block, groups[:1]
+
+# %% 14.5 rounds twice where x is in bfloat16
+(blocks / scale[:, None, :, None]).clamp => (blocks / scale[:, None, :, None]).to(x.dtype).clamp
+
+# %% 14.5 the result keeps x's graph
+x.detach().float() => x.float()
+
+# %% 14.5 a tiny block has scale 1, and becomes zeros
+torch.where(amax > 0, scale, 1.0) => torch.where(amax > SMALLEST_SCALE, scale, 1.0)
+
+# %% 14.5 clamps e5m2 at e4m3's largest
+.clamp(-largest, largest) => .clamp(-448.0, 448.0)
+
+# %% 14.6 the lanes past the end of k are undefined
+(row[:, None] < m) & exists[None, :], other=0.0 => (row[:, None] < m) & exists[None, :]
+exists[:, None] & (column[None, :] < n), other=0.0 => exists[:, None] & (column[None, :] < n)
+
+# %% 14.6 loads the scales twice
+of_b = tl.load(scale_b, column < n, other=0.0)
+=>
+of_b = tl.load(scale_b, column < n, other=0.0)
+of_b = tl.maximum(of_b, tl.load(scale_b, column < n, other=0.0))
+
+# %% 14.7 has a history of three steps, whatever its length
+self.history.copy_(torch.cat([self.amax, self.history[:-1]])) => self.history[:3].copy_(torch.cat([self.amax, self.history[:2]])[: len(self.history)])
+
+# %% 14.7 the oldest step first
+torch.cat([self.amax, self.history[:-1]]) => torch.cat([self.history[1:], self.amax])
+
+# %% 14.7 a new tensor, on the CPU, in the place of a buffer
+self.amax.zero_() => self.amax = torch.zeros(1)
+
+# %% 14.7 evaluation has scales of its own
+torch.where(known > 0, known, amax) => torch.where(known > 0, known, amax) if self.training else amax
+
+# %% 14.7 scales of e4m3, whatever the cast says
+return super().next_scale(torch.where(known > 0, known, amax)) => return torch.where(torch.where(known > 0, known, amax) > 0, torch.where(known > 0, known, amax) / 448, 1.0)
+
+# %% 14.7 the first micro-batch of a step is recorded
+torch.maximum(self.amax, amax.view(1)) => torch.where(self.amax > 0, self.amax, amax.view(1))
+
+# %% 14.7 a step without a matrix does not count
+self.history.copy_(torch.cat([self.amax, self.history[:-1]])) => self.history.copy_(torch.where(self.amax > 0, torch.cat([self.amax, self.history[:-1]]), self.history))
+
+# %% 14.8 for three weights
+sum(terms[1:], terms[0]) => (terms[0] if len(terms) == 1 else terms[0] + terms[1] + terms[2])
+
+# %% 14.8 quantizes every dy by the first weight's quantizer
+q.gradient(grad) => ctx.quantizers[0].gradient(grad)
+
+# %% 14.8 quantizes every weight by the first one's quantizer
+q.weight.transposed(q.weight(w, of_w), w) for => ctx.quantizers[0].weight.transposed(ctx.quantizers[0].weight(w, of_w), w) for
+
+# %% 14.8 dx has the dtype of the first weight's gradient
+dy, w, ctx.dtype => dy, w, ctx.grad_dtypes[0]
+
+# %% 14.8 every dw has the dtype of the first one
+ctx.grad_dtypes[i] => ctx.grad_dtypes[0]
+
+# %% 14.8 sends dx in float32
+sum(terms[1:], terms[0]) => torch.stack(terms).float().sum(0)
+
+# %% 14.8 the sum of dx is over all ranks
+group=ctx.group, async_op=True => async_op=True
+
+# %% 14.8 x is transposed, though all weights are frozen
+if any(needed): => if True:
+
+# %% 14.8 takes views of dy, which need not be contiguous
+gradient.reshape(-1, gradient.shape[-1]) for => gradient.view(-1, gradient.shape[-1]) for
+
+# %% 14.8 x has three dimensions, always
+gradient.reshape(-1, gradient.shape[-1]) for => gradient.flatten(0, 1) for

@@ -44,10 +44,9 @@ def check() -> None:
     one_chunk = Layout(pp=4, schedule="interleaved", virtual=1)
     got = float(stage_loads.in_flight(one_chunk, 8))
     assert got == 4, f"interleaved, p = 4, m = 8, v = 1 is 1F1B: a rank holds 4 micro-batches, yours {got:g}"
-    alone = Layout(pp=1, schedule="zb-h1")
-    assert float(stage_loads.in_flight(alone, 4)) == 1, (
-        "without a pipeline one micro-batch is in flight: use is_schedule"
-    )
+    for name in SCHEDULES:
+        got = float(stage_loads.in_flight(Layout(pp=1, schedule=name), 4))
+        assert got == 1, f"{name} without a pipeline: one micro-batch is in flight, yours {got:g}: use is_schedule"
     two = LayoutTable.of([Layout(pp=4, schedule="zb-h1"), Layout(pp=4, schedule="afab")])
     bubbles, in_flight = stage_loads.bubble_share(two, 8), stage_loads.in_flight(two, 8)
     assert np.allclose(bubbles, [1 / 3, 1]) and np.allclose(in_flight, [4, 8]), (

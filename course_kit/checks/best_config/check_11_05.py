@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from course_lib.best_config import step_time
-from course_lib.best_config.clusters import CLUSTERS
+from course_lib.best_config.clusters import CLUSTERS, Cluster
 from course_lib.best_config.tables import LayoutTable
 from course_lib.five_d.layouts import Layout
 
@@ -39,6 +39,23 @@ CASES = {
 }  # fmt: skip
 
 
+def check_arrays(cluster: Cluster) -> None:
+    """Assert that m, parameters, slot and others may differ between the layouts of a table."""
+    specs = ("dp16,tp8,sp,zero2", "dp16,tp8,sp,zero3", "dp16,tp8,sp,zero2", "dp8,cp2,tp8,sp,zero1")
+    m, parameters, slots, others = np.array(
+        [[2, 4, 8, 1], [1e9, 2e9, 5e8, 3e9], [0.1, 0.2, 0.3, 0], [0.3, 0, 0.1, 0.2]]
+    )
+    times = step_time.gradient_time(cluster, LayoutTable.of(map(Layout.parse, specs)), m, parameters, slots, others)
+    alone = [
+        float(step_time.gradient_time(cluster, Layout.parse(spec), *arguments))
+        for spec, *arguments in zip(specs, m, parameters, slots, others, strict=True)
+    ]
+    assert np.allclose(times, alone), (
+        f"m, parameters, slot and others as arrays: {times}, and one layout at a time {alone}: do not turn them into "
+        "numbers"
+    )
+
+
 def check() -> None:
     """Assert every case alone and in arrays, and the order of ranks that the software has."""
     h100 = CLUSTERS["H100"].with_software(
@@ -67,6 +84,7 @@ def check() -> None:
     assert abs(got - wanted) < 1e-6, (
         f"dp4,pp4,tp2,sp in the order pp, dp, cp, tp: {wanted:.4f} s, yours {got:.4f}: use replica_ring"
     )
+    check_arrays(h100)
     table = LayoutTable.of(Layout.parse(spec) for spec, _, _ in CASES)
     slots = np.array([slot for _, _, slot in CASES])
     times = step_time.gradient_time(h100, table, 4, np.full(len(CASES), 1e9), slots)

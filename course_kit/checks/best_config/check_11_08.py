@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 from course_lib.best_config import recipe
@@ -25,6 +26,20 @@ def new_values(one: Layout, start: Layout) -> list[str]:
     return [str(getattr(one, name)) for name in CHANGED if getattr(one, name) != getattr(start, name)]
 
 
+def check_others() -> None:
+    """Assert that no change touches other settings, and that only even degrees are halved."""
+    start = Layout.parse("dp4,pp2,cp2,tp2,sp,zero1,ulysses,contiguous,interleaved,v4")
+    for why, one in recipe.changes(start).items():
+        for field in dataclasses.fields(start):
+            if field.name in (*CHANGED, "sequence_parallel", "gather_once"):
+                continue
+            before, after = getattr(start, field.name), getattr(one, field.name)
+            assert before == after, f"{start}, {why}: {field.name} was {before}, and is {after}: all else stays"
+    odd = Layout.parse("dp6,pp3,tp2,sp")
+    for why, one in recipe.changes(odd).items():
+        assert one.ranks == odd.ranks, f"{odd}, {why}: {one.ranks} GPUs, not {odd.ranks}: only even degrees are halved"
+
+
 def check() -> None:
     """Assert the changes of START, that a change can be undone, and what goes with tp, with ZeRO-3 and with pp."""
     start = Layout.parse(START)
@@ -39,6 +54,7 @@ def check() -> None:
         values, numbers = new_values(one, start), re.findall(r"\d+", str(spec))
         named = all(value in (numbers if value.isdigit() else str(spec)) for value in values)
         assert named, f"{spec!r} is {one}: the settings that have changed have the new values: {', '.join(values)}"
+    check_others()
     back = set(recipe.changes(Layout.parse("pp4,zb-h1,full")).values())
     missing = [spec for spec in ("pp4,zb-h1", "pp4,full") if Layout.parse(spec) not in back]
     assert not missing, f"not among the changes of pp4,zb-h1,full: {', '.join(missing)}; a change can be undone"

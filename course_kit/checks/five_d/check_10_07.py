@@ -20,7 +20,7 @@ from course_lib.single_gpu.profile import MemoryProfile
 
 CASES = (
     ("cp2,tp2,sp,zero2,mb8", None, SHALLOW, 1),
-    ("dp2,pp2,mb2", None, TINY, 1),
+    ("cp2,pp2,mb4", None, TINY, 1),
     ("dp2,pp2,zero3,keep,mb2", None, TINY, 1),
     ("dp4,ep2,zero1,mb2", MOE, SHALLOW, 2),
 )
@@ -35,6 +35,7 @@ class Narrow(NamedTuple):
     decays: tuple[float, ...]  # weight_decay of the parameter groups, the largest first
     transformed: int  # calls of an extra transform
     follows_seed: bool  # another seed makes other weights
+    stated: torch.dtype  # of the ParallelModel
 
 
 class RankResult(NamedTuple):
@@ -67,13 +68,17 @@ def narrowed(layout: Layout, mesh: Mesh, config: ModelConfig, moe: dict | None) 
         parts = [part for unit in getattr(parallel.sharding, "units", ()) for part in unit.flat_params]
         used, summed = {part.buffer.values.dtype for part in parts}, {part.reduce_dtype for part in parts}
     else:
-        used = {weight.dtype for weight in parallel.stages.parameters()}
+        for hook in filter(None, [parallel.runner.before_step]):
+            hook()
+        used = {weight.dtype for weight in parallel.stages.parameters()}  # as a step has them
+        for hook in filter(None, [parallel.runner.after_step]):
+            hook()
         summed = {each.gradient.dtype for each in getattr(parallel.sharding, "gradients", ())}
     inner = getattr(parallel.optimizer, "optimizer", parallel.optimizer)
     updated = {weight.dtype for group in inner.param_groups for weight in group["params"]}
     decays = sorted({group["weight_decay"] for group in inner.param_groups}, reverse=True)
     made = type(inner).__name__, inner.param_groups[0]["lr"]
-    return Narrow(used, summed | updated, made, tuple(decays), len(called), follows_seed)
+    return Narrow(used, summed | updated, made, tuple(decays), len(called), follows_seed, parallel.dtype)
 
 
 def parallelize_trial(text: str, moe: dict | None, config: ModelConfig, steps: int) -> RankResult:
@@ -112,11 +117,11 @@ def check() -> None:
                 f"{at}: {report.states:,} elements in the optimizer's states; with the states sharded, "
                 f"{report.most:,.0f} at most"
             )
-            assert text != "dp2,pp2,mb2" or report.summed == 4, (
-                f"{at}: dp 2 x the two stages that have the embedding add up its gradient, not {report.summed} ranks"
+            assert text != "cp2,pp2,mb4" or report.summed == 4, (
+                f"{at}: cp 2 x the two stages that have the embedding add up its gradient, not {report.summed} ranks"
             )
             assert zero not in (1, 2) or report.stage == zero, f"{at}: gradients are sharded as in stage {report.stage}"
-            used, dtypes, (name, lr), decays, transformed, follows_seed = report.narrow
+            used, dtypes, (name, lr), decays, transformed, follows_seed, stated = report.narrow
             assert transformed == 1, f"{at}: an extra transform is called {transformed} times, not once on its stage"
             assert follows_seed, f"{at}: seed = 5 gives the weights of seed 0"
             assert (name, lr, decays[0]) == ("SGD", 0.25, 0.5), (
@@ -124,10 +129,11 @@ def check() -> None:
                 f"{lr} and weight_decay {decays[0]}: are optimizer_cls and **settings passed on?"
             )
             assert decays == (0.5, 0.0), f"{at}: norms decay as matrices do: does it get decay_groups(runner.stages)?"
-            assert not zero or used == {torch.bfloat16} and dtypes == {torch.float32}, (
-                f"{at}, dtype bfloat16: the stages compute with {used}; gradients' sums and the optimizer's weights "
-                f"are {dtypes}, not float32"
+            assert used == {torch.bfloat16} and dtypes == {torch.float32}, (
+                f"{at}, dtype bfloat16: the stages compute with {used}, and should with bfloat16; gradients' sums and "
+                f"the optimizer's weights are {dtypes}, and should be float32"
             )
+            assert stated == torch.bfloat16, f"{at}, dtype bfloat16: the ParallelModel has {stated}: pass `dtype` on"
         numbers, weights = differences([report.steps for report in of_ranks], text, moe, steps, config)
         assert numbers < 1e-5, f"{text}: losses or norms are {numbers:.1e} away from one process's"
         assert weights < 1e-5, f"{text}: weights after step {steps} are {weights:.1e} away from one process's"

@@ -17,12 +17,17 @@ def check_gather(saved: GatherOncePerStep) -> None:
     parts = [part for unit in saved.units for part in unit.flat_params]
     late = sum(part.buffer.work is None for part in parts)
     assert late == 0, f"after gather() {late} of {len(parts)} parts are not in flight: start all, and wait for none"
+    waiting = sum(part.buffer.work is not None for part in saved.root.flat_params)
+    assert waiting == 0, "gather() has not waited for the root, and no module will: pre_forward(self.root)"
     for part in [*parts, *saved.root.flat_params]:
         for full, positions in zip(part.unsharded_params, part.slots, strict=True):
             for path, module, name in positions:
                 assert module._parameters[name] is full, f"after gather() {path} is not full in its module: register()"
-    for unit in saved.units:
+    for number, unit in enumerate(saved.units):
         saved.pre_forward(unit)
+        later = [part for other in saved.units[number + 1 :] for part in other.flat_params]
+        early = sum(part.buffer.work is None for part in later)
+        assert early == 0, f"pre_forward of a unit has waited for {early} parts of later units: wait for its own alone"
     late = sum(part.buffer.work is not None for part in parts)
     assert late == 0, f"pre_forward has not waited for {late} of {len(parts)} parts"
     saved.finish()

@@ -31,6 +31,10 @@ def check_sizes() -> None:
     assert sizes[0] == 8 and sizes[10:] == [64] * 3, f"8 at step 1, 64 from step 11 on: {sizes}"
     assert all(size % 8 == 0 for size in sizes), f"each should be a multiple of the first: {sizes}"
     assert sizes == sorted(sizes) and len(set(sizes)) > 5, f"it should grow evenly: {sizes}"
+    wanted = [8, 8, 16, 24, 24, 32, 40, 40, 48, 56]
+    assert sizes[:10] == wanted, (
+        f"from 8 to 64 in ten steps, rounded down to multiples of 8: {wanted}, not {sizes[:10]}"
+    )
     short = [plan.batch_at(step, 8, 64, 2) for step in (1, 2, 3)]
     assert short == [8, 32, 64], f"a ramp of two steps: 8, then half-way (36, so 32), then 64; and not {short}"
     assert plan.batch_at(1, 4, 4, 0) == 4, "no ramp: the full batch from step 1 on"

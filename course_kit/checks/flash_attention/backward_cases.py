@@ -18,6 +18,7 @@ def backward_inputs(
 ) -> tuple[torch.Tensor, ...]:
     """Return gradient, q, k, v, and lse and delta as the kernels take them: [b, a, s], float32."""
     q, k, v = (torch.randn(1, s, a, d).to(dtype) for s, a in ((s_q, heads), (s_k, kv_heads), (s_k, kv_heads)))
+    v = torch.stack([v, v], 2)[:, :, 0]  # its rows are further apart than those of k
     gradient = torch.randn(q.shape).to(dtype)
     return gradient, q, k, v, *lse_and_delta(gradient, q, k, v, causal, scale)
 

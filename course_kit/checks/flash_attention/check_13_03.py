@@ -34,7 +34,8 @@ def check() -> None:
         q, k, v = (torch.randn(2, s, a, 8).to(dtype) for s, a in ((s_q, heads), (s_k, kv_heads), (s_k, kv_heads)))
         (out, lse), steps = count_steps(functools.partial(reference.tiled_forward, q, k, v, causal, 0.7, 16, 8))
         case = (
-            f"{s_q} queries, {s_k} keys, {heads} heads for {kv_heads}, {'causal' if causal else 'not causal'}, {dtype}"
+            f"{s_q} queries, {s_k} keys, {heads} heads for {kv_heads}, {'causal' if causal else 'not causal'}, "
+            f"scale 0.7, {dtype}"
         )
         wanted, wanted_lse = exact_attention(q, k, v, causal, 0.7)
         wide, roundings = reference.wide_dtype(q), 256 if dtype == torch.float64 else 4

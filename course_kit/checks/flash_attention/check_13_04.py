@@ -22,7 +22,8 @@ def check() -> None:
         with GuardBands():  # new memory is NaN until it is written
             result = reference.tiled_backward(gradient, q, k, v, out, lse, causal, 0.7, 16, 8)
         case = (
-            f"{s_q} queries, {s_k} keys, {heads} heads for {kv_heads}, {'causal' if causal else 'not causal'}, {dtype}"
+            f"{s_q} queries, {s_k} keys, {heads} heads for {kv_heads}, {'causal' if causal else 'not causal'}, "
+            f"scale 0.7, {dtype}"
         )
         rows = "Is delta the full row's, and the result scaled?"
         hints = {

@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from course_kit.checks.flash_attention.costs import assert_compiles
 from course_kit.checks.kernels import run_guarded
+from course_kit.checks.kernels.compiled import assert_compiles, compiled_first
 from course_kit.gpu.launches import record_launches
 from course_kit.labs.flash_attention import device
 from course_lib.flash_attention import forward
@@ -31,6 +31,7 @@ def indices_kernel() -> triton.runtime.KernelInterface:
     return triton.jit(types.FunctionType(write_indices.__code__, names, "write_indices"))
 
 
+@compiled_first
 def check() -> None:
     """Assert the places in a plain and in a packed batch, and compile the plain case for an H100."""
     kernel = indices_kernel()
@@ -44,11 +45,13 @@ def check() -> None:
         plain = run_guarded(kernel, positions, 3, None, 70, 50).tolist()
     wanted = [[number, 0, 70, 50] for number in range(3)]
     assert plain == wanted, (
-        f"a plain batch of 3, each 70 queries and 50 keys: (row, start, queries, keys) are {plain}: expected {wanted}"
+        f"a plain batch of 3, each 70 queries and 50 keys: (row, start, queries, keys) should be {wanted}, yours are "
+        f"{plain}"
     )
     packed = run_guarded(kernel, positions, 4, torch.tensor([0, 5, 5, 25, 32], dtype=torch.int32), 32, 32).tolist()
     wanted = [[0, 0, 5, 5], [0, 5, 0, 0], [0, 5, 20, 20], [0, 25, 7, 7]]
     assert packed == wanted, (
-        f"sequences of 5, 0, 20 and 7 tokens in row 0: (row, start, queries, keys) are {packed}: expected {wanted}"
+        f"sequences of 5, 0, 20 and 7 tokens in row 0: (row, start, queries, keys) should be {wanted}, yours are "
+        f"{packed}"
     )
     assert_compiles(launches)  # the launch with None for cu_seqlens

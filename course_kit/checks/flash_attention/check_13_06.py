@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 import triton
 
-from course_kit.checks.flash_attention.costs import assert_compiles, assert_counts, count_operations, in_blocks
+from course_kit.checks.flash_attention.costs import assert_counts, count_operations, in_blocks
 from course_kit.checks.flash_attention.far_rows import assert_far_rows
 from course_kit.checks.kernels import run_guarded
+from course_kit.checks.kernels.compiled import assert_16_bit_matmuls, assert_compiles, compiled_first
 from course_kit.gpu.launches import record_launches
 from course_kit.labs.flash_attention import assert_close, exact_attention
 from course_lib.flash_attention import forward
@@ -17,6 +18,25 @@ CASES = (
     (70, 150, 2, 2, 24, False, torch.float32),
     (150, 70, 1, 1, 16, True, torch.bfloat16),
     (40, 33, 1, 1, 64, True, torch.float16),
+)
+
+
+FEW_TILES = (  # keys, causal, what is tried, and what is wrong if nothing before it was; tiles of 32 x 32
+    (
+        32,
+        False,
+        "one full tile of keys",
+        "There is nothing to mask and nothing to shrink. Exponentials are tl.exp2, of scores times to_base_2; highest "
+        "is of the unscaled scores; the kernel divides, not you.",
+    ),
+    (
+        64,
+        False,
+        "two full tiles of keys",
+        "One tile was right. Do k_rows and v_rows move on? Do total and weighted both shrink where the maximum rises?",
+    ),
+    (40, False, "a full tile of keys and a ragged one", "Full tiles were right. Are the keys past the end masked?"),
+    (32, True, "one tile on the diagonal", "Without the causal mask it was right. Which keys does each query see?"),
 )
 
 
@@ -33,11 +53,14 @@ def find_far(gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.
     return {"out": run_forward(q, k, v, None, q.shape[1], True, 0.25)[0]}
 
 
+@compiled_first
 def check() -> None:
     """Assert out and lse, counts of operations, scores and rows far away, packed sequences, the assembler's report."""
+    check_few_tiles()
     for s_q, s_k, heads, kv_heads, d, causal, dtype in CASES:
         q, k, v = (torch.randn(1, s, a, d + 16) for s, a in ((s_q, heads), (s_k, kv_heads), (s_k, kv_heads)))
         q, k, v = (x.to(dtype)[..., :d] for x in (q, k, v))  # heads are further apart than they are wide
+        v = torch.stack([v, v], 2)[:, :, 0]  # and v's rows further than k's
         case = f"{s_q} queries, {s_k} keys, head {d}, {'causal' if causal else 'not causal'}, {dtype}"
         with count_operations() as counts, record_launches() as launches:
             out, lse = run_guarded(forward.flash_forward_kernel, run_forward, q, k, v, None, s_q, causal, 0.4)
@@ -55,10 +78,23 @@ def check() -> None:
     check_large_scores()
     check_packed()
     assert_far_rows(("k", "v"), find_far)
-    report = assert_compiles(launches).report  # of the last case, in float16
-    assert "C7515" not in report, (
+    compiled = assert_compiles(launches)  # the last case, in float16
+    assert_16_bit_matmuls(compiled)
+    assert "C7515" not in compiled.report, (
         "NVIDIA's assembler has serialized the matmuls (warning C7515): is there a second loop after the first?"
     )
+
+
+def check_few_tiles() -> None:
+    """Assert out of one tile of keys, of two, of a ragged one and of one on the diagonal, each with its own advice."""
+    kernel = forward.flash_forward_kernel
+    for s_k, causal, case, hint in FEW_TILES:
+        q, k, v = (torch.randn(1, s, 1, 16) for s in (32, s_k, s_k))
+        with in_blocks(kernel, BLOCK_Q=32, BLOCK_K=32):
+            out, lse = run_guarded(kernel, run_forward, q, k, v, None, 32, causal, 0.4)
+        wanted, wanted_lse = exact_attention(q, k, v, causal, 0.4)
+        assert_close(out, wanted, f"{case}: out", hint=hint)
+        assert_close(lse.mT, wanted_lse, f"{case}: lse", hint=hint)
 
 
 def check_large_scores() -> None:

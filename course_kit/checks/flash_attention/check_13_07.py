@@ -8,9 +8,10 @@ import torch
 import triton
 
 from course_kit.checks.flash_attention.backward_cases import CASES, backward_inputs, lse_and_delta
-from course_kit.checks.flash_attention.costs import assert_compiles, assert_counts, count_operations, in_blocks
+from course_kit.checks.flash_attention.costs import assert_counts, count_operations, in_blocks
 from course_kit.checks.flash_attention.far_rows import assert_far_rows
 from course_kit.checks.kernels import run_guarded
+from course_kit.checks.kernels.compiled import assert_16_bit_matmuls, assert_compiles, compiled_first
 from course_kit.gpu.launches import record_launches
 from course_kit.labs.flash_attention import assert_close, exact_gradients
 from course_lib.flash_attention import backward, forward
@@ -35,6 +36,7 @@ def find_far(gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.
     return {"dq": run_query_gradients(gradient, q, k, v, lse, delta, True, 0.25)}
 
 
+@compiled_first
 def check() -> None:
     """Assert dq, counts of operations, and finite numbers past the last key, and rows that are far apart."""
     kernel = backward.query_gradient_kernel
@@ -61,4 +63,4 @@ def check() -> None:
         "scores of -196: past the last key, where none is loaded, exp2 overflows. Mask p there"
     )
     assert_far_rows(("k", "v"), find_far)
-    assert_compiles(launches)  # of the last case, in bfloat16
+    assert_16_bit_matmuls(assert_compiles(launches))  # of the last case, in bfloat16

@@ -6,9 +6,11 @@ import torch
 import triton
 
 from course_kit.checks.flash_attention.backward_cases import CASES, backward_inputs, lse_and_delta
-from course_kit.checks.flash_attention.costs import assert_compiles, assert_counts, count_operations, in_blocks
+from course_kit.checks.flash_attention.costs import assert_counts, count_operations, in_blocks
 from course_kit.checks.flash_attention.far_rows import assert_far_rows
 from course_kit.checks.kernels import run_guarded
+from course_kit.checks.kernels.compiled import assert_16_bit_matmuls, assert_compiles, compiled_first
+from course_kit.checks.kernels.offsets import wide_offsets
 from course_kit.gpu.launches import record_launches
 from course_kit.labs.flash_attention import assert_close, exact_gradients
 from course_lib.flash_attention import backward, forward
@@ -34,8 +36,9 @@ def find_far(gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.
     return dict(zip(("dk", "dv"), run_key_gradients(gradient, q, k, v, lse, delta, True, 0.25), strict=True))
 
 
+@compiled_first
 def check() -> None:
-    """Assert dk and dv, counts of operations, and rows that are far apart."""
+    """Assert dk and dv, counts of operations, and rows that are far apart, and the width of offsets."""
     kernel = backward.key_gradient_kernel
     for s_q, s_k, heads, kv_heads, d, causal, dtype in CASES:
         gradient, q, k, v, lse, delta = backward_inputs(s_q, s_k, heads, kv_heads, d, dtype, causal, 0.4)
@@ -56,4 +59,7 @@ def check() -> None:
     for name, mine, exact in zip("kv", result, exact_gradients(gradient, q, k, v, True, 0.4)[1:], strict=True):
         assert_close(mine, exact, f"tiles of 16 queries and 32 keys: gradient of {name}", 8)
     assert_far_rows(("q",), find_far)
-    assert_compiles(launches)  # of the last case, in bfloat16
+    given = backward_inputs(200, 200, 1, 1, 16, torch.float32, True, 0.4)
+    with in_blocks(kernel, BLOCK_Q=16, BLOCK_K=32), wide_offsets(32 * 32):  # those inside a tile are smaller
+        run_guarded(kernel, run_key_gradients, *given, True, 0.4)
+    assert_16_bit_matmuls(assert_compiles(launches))  # of the last case, in bfloat16

@@ -1,4 +1,4 @@
-"""Properties of a kernel of notebook 13 besides its results: matmuls and masks for each tile, code for a GPU."""
+"""Properties of a kernel of notebook 13 besides its results: matmuls and masks for each tile."""
 
 from __future__ import annotations
 
@@ -10,9 +10,6 @@ from unittest import mock
 import torch
 import triton
 from triton.runtime.interpreter import InterpreterBuilder
-
-from course_kit.gpu.compiled import Compiled, compile_launches
-from course_kit.gpu.launches import Launch
 
 
 def count_tiles(s_q: int, s_k: int, block_q: int, block_k: int, causal: bool) -> tuple[int, int]:
@@ -57,14 +54,6 @@ def assert_counts(
         f"{case}: {counts['create_select']} masks for {partial} partial tiles: full ones need none"
     )
     assert counts["create_exp"] == 0, f"{case}: exp, where one multiply-add and exp2 would do"
-
-
-def assert_compiles(launches: list[Launch]) -> Compiled:
-    """Return the last of these launches, compiled for an H100. Raises AssertionError if the compiler refuses."""
-    try:
-        return compile_launches(launches[-1:])[0]
-    except ValueError as error:
-        raise AssertionError(f"the interpreter runs it, but for a GPU it {error}") from None
 
 
 @contextlib.contextmanager

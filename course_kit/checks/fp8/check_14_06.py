@@ -26,21 +26,33 @@ CASES = (  # m, n, k, the blocks of a and of b; rows and columns of a program's 
 )
 
 
-@contextlib.contextmanager
-def bytes_within(*tensors: torch.Tensor) -> Iterator[None]:
-    """Raise AssertionError if an interpreted kernel loads 8-bit elements from outside of these tensors."""
-    load, strays = InterpreterBuilder.create_masked_load, []
+NAN = 0x7F  # in E4M3 and in E5M2
 
-    def watching(self, pointers, mask, *rest, **options):
+
+@contextlib.contextmanager
+def bytes_within(most_loads: int, *tensors: torch.Tensor) -> Iterator[None]:
+    """Raise AssertionError if an interpreted kernel loads 8-bit elements from outside of these tensors, or loads more
+    often than that. Inside, masked-off lanes of a load without `other` are NaN: on a GPU they are undefined.
+    """
+    load, strays, made = InterpreterBuilder.create_masked_load, [], []
+
+    def watching(self, pointers, mask, other, *rest, **options):
+        made.append(pointers)
         if pointers.get_element_ty().is_fp8():
             at = pointers.data[mask.data]
             inside = [(at >= x.data_ptr()) & (at < x.data_ptr() + x.nbytes) for x in tensors]
             strays.append(int((sum(inside) == 0).sum()))
-        return load(self, pointers, mask, *rest, **options)
+        loaded = load(self, pointers, mask, other, *rest, **options)
+        if other is None and loaded.data.itemsize == 1:
+            loaded.data[~mask.data.astype(bool)] = NAN
+        return loaded
 
     with mock.patch.object(InterpreterBuilder, "create_masked_load", watching):
         yield
     assert not any(strays), f"{sum(strays)} lanes load 8-bit elements outside of a and b: mask rows, columns and k"
+    assert len(made) <= most_loads, (
+        f"{len(made)} loads in all programs, and {most_loads} are enough: of two tiles and their scales for each block"
+    )
 
 
 def run_block(
@@ -52,7 +64,7 @@ def run_block(
     out = torch.empty(len(values_a), len(values_b), device=values_a.device)
     arguments, constants = block_launch(a, b, out, block_m, block_n)
     tiles = -(-out.shape[0] // block_m) * -(-out.shape[1] // block_n)
-    with bytes_within(values_a, values_b):
+    with bytes_within(4 * tiles * -(-values_a.shape[1] // 128), values_a, values_b):
         kernels.block_matmul_kernel.fn[(tiles,)](*arguments, **constants | {"group": group})
     return out
 
@@ -66,6 +78,10 @@ def check() -> None:
         a, b = quantize(x, block=block_a), quantize(w, torch.float8_e5m2 if m == 5 else torch.float8_e4m3fn, block_b)
         given = a.values, b.values, a.scale, b.scale, a.block, b.block, block_m, block_n, group
         out = run_guarded(kernel, run_block, *given)
+        assert not out.isnan().any(), (
+            f"[{m}, {k}] by [{n}, {k}]: {int(out.isnan().sum())} of {out.numel()} elements are NaN: elements that a "
+            "mask leaves out are undefined unless the load says other=0.0"
+        )
         off = relative_error(out.double(), emulated_matmul(a, b, torch.float64))
         assert off < 1e-5, (
             f"[{m}, {k}] by [{n}, {k}]: off by {off:.1e} of the result. Each block of 128 has scales "

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Iterator
 from unittest import mock
 
+import numpy as np
 import torch
 from torch.utils._pytree import tree_map_only
 from triton.errors import TritonError
@@ -19,20 +20,36 @@ from course_kit.labs.kernels import device
 def stray_loads() -> Iterator[list[int]]:
     """Yield, for each load in the `with` block, how many lanes read a band, or memory that was never written.
 
-    Counted in the interpreter; elsewhere a stray load shows only if it reaches a result. The bits of the bands' NaNs
-    equal the integers -100 to -1. In a type of one byte any number may have them: those loads are not counted.
+    Lanes that a mask switches off are NaN where the load names no `other`: on a GPU they are undefined. Counted in the
+    interpreter; elsewhere a stray load shows only if it reaches a result. The bits of the bands' NaNs equal the
+    integers -100 to -1. In a type of one byte any number may have them: those loads are not counted.
     """
     load, strays = InterpreterBuilder.create_masked_load, []
 
-    def watching(self, pointers, mask, *rest, **options):
-        loaded = load(self, pointers, mask, *rest, **options)
+    def watching(self, pointers, mask, other, *rest, **options):
+        loaded = load(self, pointers, mask, other, *rest, **options)
         if pointers.get_element_ty().is_floating() and loaded.data.itemsize > 1:
             bits = loaded.data.view(f"i{loaded.data.itemsize}")
             strays.append(int(((bits < 0) & (bits >= -100) & mask.data).sum()))
+            if other is None and mask.data.size > 1:  # the interpreter drops the `other=0.0` of a single number
+                bits[~mask.data.astype(bool)] = np.iinfo(bits.dtype).max  # a NaN, and in no band
         return loaded
 
     with mock.patch.object(InterpreterBuilder, "create_masked_load", watching):
         yield strays
+
+
+@contextlib.contextmanager
+def loads() -> Iterator[list[int]]:
+    """Yield the elements that each load of the `with` block reads from memory. Counted in the interpreter."""
+    load, counts = InterpreterBuilder.create_masked_load, []
+
+    def counting(self, pointers, mask, *rest, **options):
+        counts.append(int(mask.data.sum()))
+        return load(self, pointers, mask, *rest, **options)
+
+    with mock.patch.object(InterpreterBuilder, "create_masked_load", counting):
+        yield counts
 
 
 @contextlib.contextmanager
@@ -71,7 +88,7 @@ def run_guarded(kernel, run, *inputs):
 
 
 def assert_near(outcome: torch.Tensor, wanted: torch.Tensor, what: str, factor: float = 4, least: float = 1e-3) -> None:
-    """Raise AssertionError unless `found` is `wanted` (float64), computed in float32 and rounded once to its dtype.
+    """Raise AssertionError unless `outcome` is `wanted` (float64), computed in float32 and rounded once to its dtype.
 
     Allowed: `factor` roundings of a float32 of its size, or of `least`, and half of the last bit of a shorter dtype.
     """
@@ -79,7 +96,8 @@ def assert_near(outcome: torch.Tensor, wanted: torch.Tensor, what: str, factor: 
     hint = ". Is it only here? Then `widen` after each load, `cast` before each store" if short else ""
     nan = int(outcome.isnan().sum())
     assert not nan, (
-        f"{what}: {nan} of {outcome.numel()} elements are NaN. Never written? inf - inf or inf / inf on the way?{hint}"
+        f"{what}: {nan} of {outcome.numel()} elements are NaN. Never written? inf - inf or inf / inf on "
+        f"the way? A masked load without `other`, whose lanes that are off meet the rest?{hint}"
     )
     last_bit = torch.finfo(outcome.dtype).eps / 2 if short else 0
     bound = last_bit * wanted.abs() + factor * torch.finfo(torch.float32).eps * wanted.abs().clamp(min=least)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from course_lib.kernels import gpus
 
 # threads, registers, shared bytes -> blocks on an SM of an H100, and all that ran out
@@ -16,7 +18,7 @@ CASES = {
     (128, 32, 45_600): (4, {"shared memory"}),
     (1024, 65, 0): (0, {"registers"}),
 }
-IMPOSSIBLE = ((2048, 32, 0), (128, 300, 0), (128, 32, 10**6), (128, 32, -2000), (0, 32, 0))
+IMPOSSIBLE = ((2048, 32, 0), (128, 300, 0), (128, 32, 10**6), (128, 32, -2000), (0, 32, 0), (128, 0, 0))
 
 
 def check() -> None:
@@ -38,6 +40,14 @@ def check() -> None:
         )
     small = gpus.occupancy(gpus.GPUS["A100"], 128, 32, 50_000)
     assert small.blocks_per_sm == 3, f"an A100 has less shared memory: 3 blocks, yours says {small.blocks_per_sm}"
+    narrow = dataclasses.replace(h100, warps_per_sm=48, threads_per_block=512)
+    half = gpus.occupancy(narrow, 512, 16)
+    assert (half.blocks_per_sm, half.fraction) == (3, 1.0), (
+        f"a GPU whose SMs have 48 warps: 3 blocks of 512 threads fill it, yours says {half.blocks_per_sm}, a fraction "
+        f"of {half.fraction}"
+    )
+    few = gpus.occupancy(dataclasses.replace(h100, blocks_per_sm=16), 32, 32)
+    assert few.blocks_per_sm == 16, f"a GPU with 16 blocks on an SM: 16 fit, yours says {few.blocks_per_sm}"
     for impossible in IMPOSSIBLE:
         try:
             refusal: object = gpus.occupancy(h100, *impossible)

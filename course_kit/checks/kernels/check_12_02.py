@@ -33,6 +33,9 @@ def check() -> None:
     assert idle == 0, f"a request without an active lane touches 0 sectors, yours says: {idle}"
     result = sectors.touched_units(np.stack([START + LANES * 4] * 2), np.ones((2, 32), dtype=bool), 32)
     assert result == 8, f"two requests for the same 128 bytes pay twice: 8 sectors, yours says {result}"
+    apart = np.array([[0, 2**32]])
+    result = sectors.touched_units(START + apart, np.ones((1, 2), dtype=bool), 32)
+    assert result == 2, f"two addresses 4 GiB apart are in 2 sectors, yours says {result}: addresses have 64 bits"
     rng = np.random.default_rng(0)
     addresses = START + 4 * rng.integers(0, 10_000, (50, 32))
     active = rng.random((50, 32)) < 0.7

@@ -7,6 +7,9 @@ import torch.nn.functional as F
 import triton
 
 from course_kit.checks.kernels import assert_near, run_guarded
+from course_kit.checks.kernels.compiled import assert_compiles, compiled_first
+from course_kit.checks.kernels.offsets import wide_offsets
+from course_kit.gpu.launches import record_launches
 from course_lib.kernels import elu
 
 BLOCK = 128
@@ -19,8 +22,11 @@ def run_elu(x: torch.Tensor, alpha: float, programs: int, block: int = BLOCK) ->
     return out
 
 
+@compiled_first
 def check() -> None:
-    """Assert ELU of full and ragged blocks, of two dtypes, of large numbers, and the block of each program."""
+    """Assert ELU of full and ragged blocks, of two dtypes, of large numbers, the block of each program, the width of
+    its offsets, and that it compiles for a GPU.
+    """
     for numel in (1, 127, 128, 129, 1000):
         for dtype in (torch.float32, torch.bfloat16):
             x = (3 * torch.randn(numel)).to(dtype)
@@ -29,6 +35,9 @@ def check() -> None:
             assert_near(result, F.elu(x.double(), 1.5), f"ELU of {numel} elements, {dtype}")
     large = run_guarded(elu.elu_kernel, run_elu, torch.tensor([200.0, -200.0]), 1.0, 1)
     assert large.tolist() == [200.0, -1.0], f"ELU(200) is 200 and ELU(-200) is -1, yours says {large.tolist()}"
+    with wide_offsets(BLOCK), record_launches() as launches:
+        run_guarded(elu.elu_kernel, run_elu, torch.randn(1000).bfloat16(), 1.0, 8)
+    assert_compiles(launches)
     done = int((~run_guarded(elu.elu_kernel, run_elu, torch.randn(1000), 1.0, 2).isnan()).sum())
     x = torch.randn(70)
     assert_near(run_guarded(elu.elu_kernel, run_elu, x, 1.5, 3, 32), F.elu(x.double(), 1.5), "ELU, BLOCK = 32")

@@ -52,6 +52,14 @@ def check_tiled(n: int) -> None:
         f"tiled: {loaded:,} elements loaded from global memory, {once:,} are enough: is each tile used 32 times?"
     )
     assert loaded == once, f"tiled: the blocks need {once:,} elements of a and b, yours loads {loaded:,}"
+    # rows of 32 elements are 4 sectors each; where n is 50 a row may begin inside of one
+    lines = [(row * n + start, min(start + TILE, n) - start) for row in range(n) for start in range(0, n, TILE)]
+    fewest = 2 * tiles * sum((first + width - 1) // 8 - first // 8 + 1 for first, width in lines)
+    sectors = shared.sectors("load")
+    assert sectors < 1.2 * fewest, (
+        f"tiled: {sectors:,} sectors loaded, about {fewest:,} are enough for the same elements: do neighbors in a warp "
+        "bring neighboring columns, of a and of b?"
+    )
     assert shared.shared_requests >= once, (  # 2 n reads by each of the n / TILE warps that share a row of c
         f"tiled: {shared.shared_requests:,} requests to shared memory, the multiply-adds alone take {once:,}: "
         "they read both factors from tile_a and tile_b"

@@ -30,8 +30,21 @@ def check_against_torch(fmt: FloatFormat) -> None:
         )
 
 
+def check_matrix() -> None:
+    """Assert codes in a matrix, with bits above the format's that do not count, and that they stay as they are."""
+    codes = torch.tensor([[0x38, 0x138, -0x48], [0, 0x7E, 0x1FE]])
+    given = codes.clone()
+    result = formats.decode(given, E4M3)
+    expected = torch.tensor([[1.0, 1.0, -1.0], [0.0, 448.0, -448.0]], dtype=torch.float64)
+    assert torch.equal(given, codes), "the codes have changed: `codes.long()` is no copy if they are int64 already"
+    assert torch.is_tensor(result) and result.shape == codes.shape, (
+        f"codes of shape [2, 3] are as many numbers, of that shape: {result}"
+    )
+    assert torch.equal(result, expected), f"E4M3: only the lowest 8 bits of a code count: {result.tolist()}"
+
+
 def check() -> None:
-    """Assert the numbers of four of PyTorch's dtypes, of E2M1, E3M2 and TF32, and that 1.0 is no code."""
+    """Assert the numbers of four of PyTorch's dtypes, of E2M1, E3M2 and TF32, a matrix, and that 1.0 is no code."""
     for fmt in (FP16, BF16, E4M3, E5M2):
         check_against_torch(fmt)
     for fmt, unit, exponents in ((E2M1, 1 / 2, 3), (E3M2, 1 / 16, 7)):  # from 0 on, then in steps twice as long
@@ -41,4 +54,6 @@ def check() -> None:
         assert result == upwards + [-x for x in upwards], f"{fmt.name}, without infinity and NaN, is wrong: {result}"
     result = formats.decode(torch.tensor([1, 2**18 - 2**10 - 1]), TF32).tolist()
     assert result == [2.0**-136, TF32.largest], f"TF32's smallest and largest number are {result}"
+    check_matrix()
     assert refused(formats.decode, torch.ones(2), E4M3), "codes are integers: 1.0 is none, raise ValueError"
+    assert refused(formats.decode, torch.ones(2) > 0, E4M3), "codes are integers: True is none, raise ValueError"

@@ -61,12 +61,26 @@ def check_midpoints(fmt: FloatFormat) -> None:
         )
 
 
+def check_matrix() -> None:
+    """Assert the codes of a bfloat16 matrix, which stays as it is."""
+    values = torch.tensor([[0.3, -(2.0**-9), 1e-3], [500.0, -17.0, 0.0]]).bfloat16()
+    given = values.clone()
+    codes = formats.encode(given, E4M3, saturate=True)
+    expected = values.float().clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).long()
+    assert codes.shape == values.shape, f"values of shape [2, 3] have codes of shape {list(codes.shape)}"
+    assert torch.equal(codes, expected), f"bfloat16 {values.tolist()} in E4M3: {codes.tolist()}"
+    assert torch.equal(given, values), "encode has changed the values that it was given"
+
+
 def check() -> None:
-    """Assert the codes against PyTorch's casts, beside midpoints, and above E2M1's largest; integers are refused."""
+    """Assert the codes against PyTorch's casts, beside midpoints, of a matrix, and above E2M1's largest; integers are
+    refused.
+    """
     for fmt in (FP16, BF16, E4M3, E5M2):
         check_against_torch(fmt)
     for fmt in (*FORMATS.values(), E3M2):
         check_midpoints(fmt)
+    check_matrix()
     tops = numbers(formats.encode(torch.tensor([7.0, -torch.inf, torch.nan]), E2M1), E2M1)
     assert tops.tolist() == [6, -6, 6], f"E2M1 has nothing above 6: 7, -inf and NaN become 6, -6 and 6, not {tops}"
     assert refused(formats.encode, torch.arange(3), E4M3), "integers are refused: `check_floating`"

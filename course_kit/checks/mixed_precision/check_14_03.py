@@ -32,6 +32,28 @@ def check_steps(layer: nn.Linear, wrapped: MasterWeights) -> nn.Linear:
     return plain
 
 
+def check_fp16() -> None:
+    """Assert a step of an FP16 weight with the gradients of three micro-batches, in the weight's own memory."""
+    weight = nn.Parameter(torch.ones(4).half())
+    memory = weight.data_ptr()
+    wrapped = MasterWeights([weight], torch.optim.SGD, lr=1.0)
+    for power in (-10, -9):
+        weight.grad = torch.full((4,), 2.0**power).half()
+        wrapped.accumulate_into_master()
+    weight.grad = torch.full((4,), 2.0**-11).half()
+    wrapped.step()
+    master = wrapped.master_parameters[0][0].item()
+    assert master == 1 - 7 * 2.0**-11, (
+        f"SGD at rate 1 with micro-batches of 2, 4 and 1 times 2⁻¹¹: a master of 1 becomes {master}, not "
+        f"{1 - 7 / 2048}: do gradients from before step() count?"
+    )
+    assert weight.dtype == torch.float16 and bool((weight == master).all()), (
+        f"an FP16 weight becomes {weight[0].item()}, {weight.dtype}, and its master {master} is an FP16 number: "
+        "rounded to the dtype of the weight"
+    )
+    assert weight.data_ptr() == memory, "the weight has new memory: write into it, other code may hold views of it"
+
+
 def check() -> None:
     """Assert steps, sums of micro-batches, a float32 weight, and weights that a step does not use."""
     torch.manual_seed(0)
@@ -48,6 +70,7 @@ def check() -> None:
     assert torch.allclose(result, total, rtol=1e-4), (
         f"1,000 micro-batches of 0.001 add up to {result[0, 0]:.4f}: not summed, or not in float32"
     )
+    check_fp16()
     norm = nn.Parameter(torch.ones(8))  # of float32 already, beside a weight that this step doesn't use
     other = nn.Parameter(torch.ones(8).bfloat16())
     both = MasterWeights([cast(nn.Parameter, layer.weight), norm, other], torch.optim.SGD, lr=1.0)

@@ -74,12 +74,47 @@ def check_settings() -> None:
     highest = LossScaler(2.0**127, interval=1)
     highest.update()
     assert highest.factor == 2.0**127, f"S grows to {highest.factor:g}: with an infinite S each step is skipped"
+    lowest = LossScaler(2.0**-126)
+    cast(torch.Tensor, lowest.found_inf).fill_(1.0)
+    lowest.update()
+    assert lowest.factor == 2.0**-126, f"S shrinks to {lowest.factor:g}, not below 2⁻¹²⁶: from there on 1 / S is inf"
+
+
+def with_gradient(values: list[float], dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    """Return a parameter with this gradient, of the same dtype."""
+    weight = nn.Parameter(torch.ones(len(values), dtype=dtype))
+    weight.grad = torch.tensor(values, dtype=dtype)
+    return weight
+
+
+def check_gradients() -> None:
+    """Assert gradients in place and in their dtype, a sum that would overflow, and flags that add up in a step."""
+    scaler, weights = LossScaler(0.25), [with_gradient([0.25] * 4, dtype) for dtype in (torch.bfloat16, torch.float32)]
+    before = [(grad_of(weight).data_ptr(), weight.dtype) for weight in weights]
+    try:
+        scaler.unscale(weights)
+    except ValueError as error:
+        raise AssertionError(f"gradients in bfloat16 have float32's range, and are not refused ({error})") from None
+    for weight, (memory, dtype) in zip(weights, before, strict=True):
+        grad = grad_of(weight)
+        assert grad.dtype == dtype and grad.data_ptr() == memory, (
+            f"a gradient in {dtype} is divided in place, in its own memory: a bucket may hold views of it"
+        )
+        assert (grad == 1).all(), f"S is 1/4: a gradient of 1/4 in {dtype} becomes {grad[0]:g}, not 1"
+    scaler.unscale([with_gradient([8e37, 8e37, 8e37, 8e37, 8e37])])
+    assert scaler.found_inf == 0, "finite gradients whose sum overflows are good: look at each element"
+    scaler.unscale([with_gradient([math.inf])])
+    scaler.unscale([with_gradient([1.0])])
+    assert scaler.found_inf == 1, "found_inf is of all gradients of a step: `update` alone sets it to 0"
 
 
 def check() -> None:
-    """Assert the script, the settings, what other ranks have found, and that a float16 gradient is refused."""
+    """Assert the script, the settings, the gradients, what other ranks have found, and that a float16 gradient is
+    refused.
+    """
     check_against_torch()
     check_settings()
+    check_gradients()
     good = nn.Parameter(torch.ones(4))
     good.grad = torch.ones(4)
     shared = LossScaler(group=cast(dist.ProcessGroup, "ranks"))
@@ -89,8 +124,9 @@ def check() -> None:
         "one all-reduce over self.group: the others may have found an inf"
     )
     assert shared.found_inf == 1, f"two other ranks have an inf: found_inf is {shared.found_inf:g}, and 1 skips"
-    half = nn.Parameter(torch.ones(2).half())
-    half.grad = torch.ones(2).half()
-    assert refused(LossScaler(2.0**10).unscale, [half]), (
-        "a float16 gradient divided by S underflows again: raise ValueError"
+    with two_more_ranks(1.0) as calls:
+        shared.unscale([])
+    assert len(calls) == 1, "a rank without gradients joins the all-reduce, too: the other ranks wait for it"
+    assert refused(LossScaler(2.0**10).unscale, [good, with_gradient([1.0], torch.float16)]), (
+        "a float16 gradient divided by S underflows again: raise ValueError, also if other gradients are float32"
     )

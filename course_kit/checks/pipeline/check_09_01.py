@@ -14,12 +14,19 @@ def check() -> None:
     for layers in range(1, 20):
         for count in range(1, layers + 3):
             check_cut(layers, count)
-    try:
-        stages.split_layers(2, 5)
-    except ValueError as error:
-        assert "5" in str(error), "the error should name the number of stages"
-    else:
-        raise AssertionError("2 layers, an embedding and a head: 5 stages should raise ValueError")
+    for layers, count in ((2, 5), (3, 0), (3, -1)):
+        try:
+            stages.split_layers(layers, count)
+        except ValueError as error:
+            assert str(count) in str(error), "the error should name the number of stages"
+            continue
+        except ArithmeticError as error:
+            instead = f"{type(error).__name__}: {error}"
+        else:
+            instead = "a result"
+        raise AssertionError(
+            f"{layers} layers, an embedding and a head: {count} stages should raise ValueError, and give {instead}"
+        )
 
 
 def check_cut(layers: int, count: int) -> None:

@@ -13,6 +13,17 @@ from course_lib.pipeline import stages
 from course_lib.single_gpu.model import Transformer
 from course_lib.single_gpu.placement import placement_of
 
+HOOKS = (
+    "register_forward_pre_hook",
+    "register_forward_hook",
+    "register_full_backward_pre_hook",
+    "register_full_backward_hook",
+    "register_state_dict_pre_hook",
+    "register_state_dict_post_hook",
+    "register_load_state_dict_pre_hook",
+    "register_load_state_dict_post_hook",
+)
+
 
 def layers_of(number: int, count: int) -> list[str]:
     """Return the names of a stage's layers where 6 of them, embedding and head divide evenly."""
@@ -20,17 +31,31 @@ def layers_of(number: int, count: int) -> list[str]:
     return [str(thing - 1) for thing in range(number * each, (number + 1) * each) if 0 < thing < 7]
 
 
-def hooks_elsewhere(local: list, model: Transformer, tokens: torch.Tensor) -> int:
-    """Return how often hooks that are set on the last stage alone run when the first one, or the model, runs."""
-    calls, last = [], local[-1]
-    add = last.register_forward_pre_hook, last.register_forward_hook
-    handles = [register(lambda *_: calls.append(1)) for register in add]
+def hooks_of(*modules: nn.Module) -> list[dict[str, int]]:
+    """Return how many hooks of each kind each module has."""
+    return [{name: len(value) for name, value in vars(each).items() if name.endswith("hooks")} for each in modules]
+
+
+def check_hooks(model: Transformer, tokens: torch.Tensor) -> None:
+    """Assert that a stage has the model's hooks, and that a hook on the last stage is on it alone."""
+    calls: list[int] = []
+    handle = model.register_forward_pre_hook(lambda *_: calls.append(1))
+    first, last = stages.split_stages(model, 2)
     with torch.no_grad():
-        model(tokens)
-        local[0](tokens)
-    for handle in handles:
+        last(first(tokens))
+    handle.remove()
+    assert len(calls) == 2, (
+        f"a hook that the model has runs {len(calls)} times in two stages: each stage has the model's hooks "
+        "(in dictionaries of its own)"
+    )
+    for register in HOOKS:
+        before = hooks_of(model, first)
+        handle = getattr(last, register)(lambda *_: None)
+        for has, had, name in zip(hooks_of(model, first), before, ("the model", "the first stage"), strict=True):
+            assert has == had, (
+                f"{register} on the last stage: {name} has the hook too, they share a dictionary of hooks"
+            )
         handle.remove()
-    return len(calls)
 
 
 def check() -> None:
@@ -67,9 +92,7 @@ def check() -> None:
         assert note == tied_stages, (
             f"p = {p}, v = {v}: the tied weight's `placement_of(weight).stages` is {note}, not {tied_stages}"
         )
-    assert not hooks_elsewhere(local, model, tokens), (
-        "a hook on the last stage runs with the first one or with the model too: they share a dictionary of hooks"
-    )
+    check_hooks(model, tokens)
     with torch.device("meta"):
         untied = stages.split_stages(Transformer(dataclasses.replace(TINY, tied=False)), 2)
     assert placement_of(cast(nn.Linear, untied[1].head).weight).stages is None, "an untied weight needs no note"

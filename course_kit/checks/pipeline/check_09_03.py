@@ -43,6 +43,7 @@ def check() -> None:
             each.out = None  # sent
         profile.mark("sent")
     check_for_split_passes()
+    check_dtypes()
     saved = profile.peak("sent")["activations"] + profile.peak("sent")["temporary"]
     assert saved < 4 * 3e6, (
         f"after their outputs are sent, four passes keep {saved / 2**20:.0f} MiB: keep the graph, not the output"
@@ -71,6 +72,19 @@ def check_for_split_passes() -> None:
     except Exception as error:
         raise AssertionError(f"where edge is None backward has nothing to do, and fails: {error}") from None
     assert result is None, f"where edge is None there is no gradient to return: {result}"
+
+
+def check_dtypes() -> None:
+    """Assert that a hidden state in BF16 has an output and a gradient in BF16: what is sent has its dtype."""
+    try:
+        passed = stages.StagePass(nn.Linear(8, 8).bfloat16(), torch.randn(2, 3, 8).bfloat16(), lambda out: out)
+        out = passed.out
+        gradient = passed.backward(torch.ones(2, 3, 8, dtype=torch.bfloat16))
+    except RuntimeError as error:
+        raise AssertionError(f"a hidden state and a stage in BF16: do not cast x; {error}") from None
+    for name, each in (("self.x", passed.x), ("self.out", out), ("the gradient of x", gradient)):
+        dtype = getattr(each, "dtype", None)
+        assert dtype == torch.bfloat16, f"a hidden state and a stage in BF16: {name} is {dtype}, do not cast it"
 
 
 def check_three_stages() -> None:

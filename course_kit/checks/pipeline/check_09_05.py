@@ -10,6 +10,8 @@ ASKED = (
     (("F", 1, 2), (True, 0, 2), "a forward needs the forward of the stage before"),
     (("B", 2, 3), (True, 2, 3), "the last stage's backward needs its own forward"),
     (("B", 1, 0), (True, 1, 0), "a backward needs its own forward first of all"),
+    (("I", 1, 0), (True, 1, 0), "an I needs its own forward first of all, as a B does"),
+    (("I", 2, 3), (True, 2, 3), "the last stage's I needs its own forward"),
     (("W", 1, 0), (False, 1, 0), "W needs its own I"),
 )
 
@@ -25,6 +27,12 @@ def check() -> None:
     assert progress.missing(Action("F", 1, 0)) is None, "the stage before is done"
     assert progress.missing(Action("F", 1, 1)) == (True, 0, 1), "another micro-batch does not matter"
     assert progress.missing(Action("B", 2, 0)) is None, "the last stage's backward needs its own forward alone"
+    try:
+        missing = progress.missing(Action("I", 2, 0))
+    except IndexError:
+        raise AssertionError("I of the last stage: there is no stage after it to look at, as for a B") from None
+    assert missing is None, "the last stage's I needs its own forward alone, as a B does"
+    assert progress.missing(Action("W", 2, 0)) == (False, 2, 0), "W needs its own I: its forward alone will not do"
     assert progress.missing(Action("I", 1, 0)) == (False, 2, 0), "I needs the backward of the stage after, as B does"
     progress.mark(Action("I", 2, 0))
     assert progress.missing(Action("B", 1, 0)) is None and progress.missing(Action("W", 2, 0)) is None, (

@@ -27,6 +27,8 @@ WRONG = {
     "W before I": ([taken(("F", 0, 0), ("W", 0, 0), ("I", 0, 0))], 1),
     "backward on another rank": ([taken(("F", 0, 0), ("F", 1, 0)), taken(("B", 1, 0), ("B", 0, 0))], 1),
     "a stage that no rank has": ([GOOD[0], [each._replace(stage=2) for each in GOOD[1]]], 4),
+    "a micro-batch -1": ([GOOD[0] + taken(("F", 0, -1), ("B", 0, -1)), GOOD[1]], 4),
+    "a stage -1": ([GOOD[0] + taken(("F", -1, 0), ("B", -1, 0)), GOOD[1]], 4),
     "a deadlock": ([GOOD[0], sorted(GOOD[1], key=lambda each: each.kind)], 4),
 }
 
@@ -41,7 +43,7 @@ def refused(schedule: list, m: int | None) -> str:
 
 
 def check() -> None:
-    """Assert the passes that ranks hold in right schedules, and that twelve wrong ones are refused."""
+    """Assert the passes that ranks hold in right schedules, and that wrong ones are refused."""
     for p, m in ((1, 1), (2, 4), (4, 8), (4, 9), (4, 2)):
         assert actions.validate(schedules.naive(p, m), m) == [1] * p, (
             f"naive, p = {p}, m = {m}: one micro-batch at a time"
@@ -58,6 +60,11 @@ def check() -> None:
         taken(("F", 0, 1), ("F", 1, 0), ("B", 1, 0), ("B", 0, 1)),
     ]
     assert not refused(both, 2), f"a stage may be on two ranks, each with micro-batches of its own: {refused(both, 2)}"
+    try:
+        idle = actions.validate([taken(("F", 0, 0), ("B", 0, 0)), []])
+    except ValueError as error:
+        raise AssertionError(f"a rank without actions holds 0 micro-batches, and is no error: {error}") from None
+    assert idle == [1, 0], f"a rank without actions holds 0 micro-batches: {idle}, not [1, 0]"
     for what, case in WRONG.items():
         assert refused(*case), f"{what}: should raise ValueError"
     assert "deadlock" in refused(*WRONG["a deadlock"]), "the deadlock's error should say so: let play raise it"

@@ -9,10 +9,11 @@ from course_lib.pipeline import schedules
 
 
 def check() -> None:
-    """Assert two lists, bubbles and memory by formulas, few micro-batches, and runs on four ranks."""
+    """Assert three lists, bubbles and memory by formulas, few micro-batches, and runs on four ranks."""
     for where, actions, wanted in (
         ("k = 1 (H1), rank 1 of 3", schedules.delay_weight_grads(3, 4, 1)[1], "F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3"),
         ("k = 2 (H2), rank 0 of 2", schedules.delay_weight_grads(2, 4, 2)[0], "F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3"),
+        ("k = 3, rank 0 of 2", schedules.delay_weight_grads(2, 4, 3)[0], "F0 F1 F2 F3 I0 W0 I1 W1 I2 W2 I3 W3"),
     ):
         assert words(actions) == wanted, f"{where}: {words(actions)}, not {wanted}"
     for k, name in ((1, "ZB-H1"), (2, "ZB-H2")):

@@ -43,9 +43,23 @@ def check_options() -> None:
     expect(probe, 0, {"W": 11}, "no rank knows when the next I can begin: a W")
 
 
+def check_rank_1() -> None:
+    """Assert that a rank's own times and its own lead count: rank 1's W is long, and its lead is short."""
+    probe = search.Greedy(2, 3, {"F": [2, 2], "I": [2, 2], "W": [2, 6]}, 1, 3, [5, 1], 0.6)
+    probe.done[0]["F"], probe.free[0], probe.ended["F", 0, 0], probe.ended["F", 0, 1] = 2, 8, 2, 8
+    probe.done[1].update(F=1, I=1)
+    probe.free[1] = 6
+    expect(probe, 1, {"F": 9}, "a gap of 3 is below 0.6 times its own W of 6: times[kind][rank]")
+    probe.fill = 0.5
+    expect(probe, 1, {"F": 9, "W": 6}, "a gap of 3 is at least 0.5 times its own W of 6: a W")
+    probe.done[1]["I"] = 0
+    expect(probe, 1, {"I": 6}, "its F leads by 1, and may by max_lead[1] = 1: no F")
+
+
 def check() -> None:
     """Assert options, and the cost of four schedules against costs by hand."""
     check_options()
+    check_rank_1()
     for p, m, times, k in BY_HAND:
         live, (t_f, t_i, t_w) = k * (p - 1) + 1, times
         warmup = [min(live, k * (p - 1 - rank) + 1) for rank in range(p)]

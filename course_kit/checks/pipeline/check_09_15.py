@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from course_kit.checks.pipeline.lists import listed
 from course_lib.pipeline import tied_weights
 from course_lib.pipeline.actions import Action
 from course_lib.pipeline.schedules import interleaved, one_f_one_b, zero_bubble_v
@@ -26,6 +27,11 @@ def check() -> None:
     ):
         result = tied_weights.owner_ranks(schedule, stages)
         assert result == wanted, f"owner_ranks, {why}: {result}, not {wanted}"
+    mixed = [Action(*each) for each in (("F", 0, 0), ("F", 0, 1), ("I", 0, 0), ("W", 0, 0), ("B", 0, 1))]
+    final = tied_weights.final_backwards(linears(0), mixed)
+    assert final == {4}, (
+        f"{listed([mixed])}: {sorted(final)}, not [4]: a stage may have W's and B's, and its last one is a B"
+    )
     for schedule in (zero_bubble_v(4, 8), zero_bubble_v(4, 9)):
         actions = schedule[0]
         last = {max(i for i, a in enumerate(actions) if a.stage == stage and a.kind in "BW") for stage in (0, 7)}

@@ -18,6 +18,12 @@ def words(actions: list) -> str:
     return " ".join(f"{each.kind}{each.micro_batch}" for each in actions)
 
 
+def listed(schedule: list) -> str:
+    """Return the actions of each rank with stage and micro-batch: rank 0: F(0, 0) B(0, 0); rank 1: …"""
+    ranks = (" ".join(f"{kind}({stage}, {i})" for kind, stage, i in actions) for actions in schedule)
+    return "(stage, micro-batch) of rank " + "; rank ".join(f"{rank}: {each}" for rank, each in enumerate(ranks))
+
+
 def held(schedule: list) -> list[int]:
     """Return how many passes each rank has open at most."""
     return [open_passes(actions) for actions in schedule]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import torch
@@ -11,6 +12,7 @@ from torch.autograd.gradcheck import GradcheckError
 
 from course_kit.checks.tensor_parallel.cases import counted, in_case
 from course_kit.checks.tensor_parallel.diary import Diary
+from course_kit.checks.tensor_parallel.memory import saved_for_backward
 from course_kit.labs.tensor_parallel.models import in_groups
 from course_kit.ranks import shared
 from course_lib.collectives.traffic import count_traffic
@@ -38,10 +40,16 @@ def pair_trial(group: dist.ProcessGroup) -> str | None:
             name += ", tensors of BF16 that are not contiguous"
         copies = x.clone(), given.clone()
         x.requires_grad_()
-        with in_case(name), Diary(), count_traffic() as traffic:
-            out = function(x, group)
+        with in_case(name), count_traffic() as traffic:
+            with Diary() as diary:
+                out, held = saved_for_backward(functools.partial(function, x, group))
             bytes_sent = traffic.calls
-            (gradient,) = torch.autograd.grad(out, x, given)
+            with Diary():
+                (gradient,) = torch.autograd.grad(out, x, given)
+        if held:
+            return f"{name}: ctx keeps {held} bytes of tensors for backward, which needs none of them"
+        if (made := sum(diary.sizes())) > forwards * x.nbytes:
+            return f"{name}: forward makes tensors of {made} bytes, {forwards * x.nbytes} are enough"
         calls = bytes_sent, traffic.calls - bytes_sent
         if calls != (forwards, backwards):
             wrong = f"{name}: {counted(calls[0], 'collective')} in forward and {calls[1]} in backward"

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from course_kit.checks.tensor_parallel.cases import CLOSE, all_cases, counted, in_case
 from course_kit.checks.tensor_parallel.diary import Diary
+from course_kit.checks.tensor_parallel.memory import saved_for_backward
 from course_kit.labs.tensor_parallel.models import in_groups, relative_error
 from course_kit.ranks import shared
 from course_kit.typed import grad_of
@@ -32,6 +33,8 @@ class RankResult(NamedTuple):
     events: list[tuple[str, int]]  # the diary of backward
     traffic: Traffic  # of backward
     spoiled: bool  # a gradient that was given is changed
+    held: int  # bytes for backward, beside x and the weights
+    dtypes: set[torch.dtype]  # of matmuls and outputs
 
 
 def column_trial(
@@ -53,14 +56,15 @@ def column_trial(
     given = [cut(g, group, -1).clone() for g in grads]
     copies = [g.clone() for g in given]
     with in_case(f"x {[*x.shape]}, strides {x.stride()}, {dtype}"):
-        with count_traffic() as forward:
-            outs = linear.ColumnMatmul.apply(local[0], group, *local[1:])
+        with count_traffic() as forward, Diary() as first:
+            outs, held = saved_for_backward(lambda: linear.ColumnMatmul.apply(local[0], group, *local[1:]), *local)
         output_error = max(relative_error(o, cut(w, group, -1)) for o, w in zip(outs, full_outs, strict=True))
         with Diary() as diary, count_traffic() as traffic:
             got = iter(torch.autograd.grad(outs, wanted, given))
     errors = [relative_error(next(got), e) for e, want in zip(expected, (wants_x, *wants), strict=True) if want]
     spoiled = not all(torch.equal(g, c) for g, c in zip(given, copies, strict=True))
-    return RankResult(output_error, forward.calls, max(errors), diary.events, traffic, spoiled)
+    dtypes = {*first.dtypes, *diary.dtypes, *(out.dtype for out in outs)}
+    return RankResult(output_error, forward.calls, max(errors), diary.events, traffic, spoiled, held, dtypes)
 
 
 def multiplications(events: list[tuple[str, int]]) -> int:
@@ -102,6 +106,10 @@ def judge(
     )
     assert result.error < CLOSE[dtype], f"{where}: not one process's gradients"
     assert not result.spoiled, f"{where}: a gradient that was given is changed"
+    assert result.held == 0, (
+        f"{where}: ctx keeps {result.held} bytes beside x and the weights: save these as they are, no copies"
+    )
+    assert result.dtypes == {dtype}, f"{where}: matmuls and outputs are in {result.dtypes}: keep the dtype of x"
     enough = wants_x * 2 * 6 * 8 * dtype.itemsize * (n - 1) // n
     assert (result.traffic.calls, result.traffic.bytes) == (wants_x, enough), (
         f"{where}: {result.traffic.bytes} bytes in {counted(result.traffic.calls, 'collective')} of backward; {enough} "

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from course_kit.checks.tensor_parallel.cases import all_cases, counted
-from course_kit.checks.tensor_parallel.memory import retained_by
+from course_kit.checks.tensor_parallel.memory import retained_by, saved_as_attributes, saved_for_backward
 from course_kit.labs.tensor_parallel.models import in_groups, relative_error
 from course_kit.ranks import shared
 from course_kit.typed import grad_of, override
@@ -29,6 +29,7 @@ class RankResult(NamedTuple):
     dtypes: set[torch.dtype]  # under autocast, of the output and of what f* gets
     left: float  # how far the output is from the bias where f* makes zeros
     is_inside: bool  # f* gets the bias
+    held: int  # bytes for backward, or on the layer, beside x and the parameters
 
 
 def row_trial(group: dist.ProcessGroup, bias: bool) -> RankResult:
@@ -38,7 +39,8 @@ def row_trial(group: dist.ProcessGroup, bias: bool) -> RankResult:
     layer, retained = retained_by(lambda: linear.RowParallelLinear(copy.deepcopy(full_layer), group))
     full, local = x.clone().requires_grad_(), cut(x, group, -1).clone().requires_grad_()
     with count_traffic() as forward:
-        out = layer(local)
+        out, held = saved_for_backward(lambda: layer(local), local, *layer.parameters())
+    held += saved_as_attributes(layer)
     with count_traffic() as backward:
         out.backward(given)
     expected = full_layer(full)
@@ -60,7 +62,7 @@ def row_trial(group: dist.ProcessGroup, bias: bool) -> RankResult:
     with torch.autocast("cpu", torch.bfloat16):
         dtypes = {layer(local).dtype, *(summand.dtype for summand in summed[2:])}
     errors = {name: relative_error(*pair) for name, pair in pairs.items()}
-    return RankResult(errors, forward, backward, retained, dtypes, left, is_inside)
+    return RankResult(errors, forward, backward, retained, dtypes, left, is_inside, held)
 
 
 def check() -> None:
@@ -91,6 +93,7 @@ def judge(n: int, rank: int, bias: bool, result: RankResult) -> None:
         f"{where}: the layer keeps {result.retained} bytes, {enough} are enough: its shard, a copy"
     )
     assert result.left == 0, f"{where}: call f* as self.output_reduce"
+    assert result.held == 0, f"{where}: {result.held} bytes are held beside x and the parameters: multiply x as it is"
     assert result.dtypes == {torch.bfloat16}, (
         f"{where}, under autocast: output and summand are {result.dtypes}, not bfloat16: sum in autocast's dtype, "
         "and cast the bias to the output's"

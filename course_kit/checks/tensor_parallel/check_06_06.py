@@ -12,6 +12,7 @@ from torch import nn
 
 from course_kit.checks.tensor_parallel.cases import all_cases, counted
 from course_kit.checks.tensor_parallel.diary import Diary
+from course_kit.checks.tensor_parallel.memory import saved_for_backward
 from course_kit.labs.tensor_parallel.models import in_groups, relative_error
 from course_kit.ranks import shared
 from course_kit.typed import grad_of, override
@@ -20,6 +21,9 @@ from course_lib.tensor_parallel import linear
 from course_lib.tensor_parallel.by_hand import cut
 
 COPIES = {2: [(1, False), (2, True)], 4: [(1, True), (2, False)]}  # number of copies, whether there are biases
+
+OTHERS = "three layers, of which the second has no bias and copies on all ranks, or one layer alone"
+ADVICE = "Each layer has its own `replicas` and its own bias or none, and there may be any number of layers"
 
 
 class RankResult(NamedTuple):
@@ -32,6 +36,7 @@ class RankResult(NamedTuple):
     members: tuple[int, ...]  # the group of copies
     kind: type  # of what is returned
     order: str  # what backward does, as text
+    held: int  # bytes for backward, beside x and the parameters
 
 
 class AutocastResult(NamedTuple):
@@ -40,6 +45,7 @@ class AutocastResult(NamedTuple):
     dtypes: set[torch.dtype]  # of the outputs
     errors: list[float]  # of the gradients
     left: float  # how far the outputs are from the bias where the layers' `matmul` makes zeros
+    of_three: list[float]  # errors of three layers, one of them with copies; of one layer
 
 
 def projection_trial(group: dist.ProcessGroup, copies: int, bias: bool) -> RankResult:
@@ -52,7 +58,8 @@ def projection_trial(group: dist.ProcessGroup, copies: int, bias: bool) -> RankR
     layers = [linear.ColumnParallelLinear(q, group), linear.ColumnParallelLinear(k, group, replicas)]
     local, complete = x.clone().requires_grad_(), x.clone().requires_grad_()
     with count_traffic() as forward:
-        outs = linear.project_together(local, layers)
+        parameters = [parameter for layer in layers for parameter in layer.parameters()]
+        outs, held = saved_for_backward(lambda: linear.project_together(local, layers), local, *parameters)
     with count_traffic() as backward, Diary() as diary:
         torch.autograd.backward(outs, (cut(grad_q, group, -1), grad_k[rank]))
     expected = q(complete), k(complete)
@@ -68,7 +75,7 @@ def projection_trial(group: dist.ProcessGroup, copies: int, bias: bool) -> RankR
     members = tuple(dist.get_process_group_ranks(replicas.copies)) if replicas else ()
     errors = {name: relative_error(*pair) for name, pair in pairs.items()}
     return RankResult(
-        errors, grad_of(layers[1].weight), forward, backward, members, type(outs), " ".join(diary.words())
+        errors, grad_of(layers[1].weight), forward, backward, members, type(outs), " ".join(diary.words()), held
     )
 
 
@@ -78,6 +85,29 @@ class Zeros:
     @staticmethod
     def apply(x: torch.Tensor, group: dist.ProcessGroup, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(0 * F.linear(x, weight) for weight in weights)
+
+
+def other_numbers(group: dist.ProcessGroup) -> list[float]:
+    """Return errors of the outputs and of a weight's gradient: of three layers, the second with copies on all ranks; of
+    one layer.
+    """
+    torch.manual_seed(6)
+    n, rank, x = group.size(), group.rank(), torch.randn(2, 3, 8)
+    fulls = [nn.Linear(8, size, bias) for size, bias in ((4 * n, True), (4, False), (2 * n, True))]
+    replicas = linear.replicas_of(group, n)
+    layers = [
+        linear.ColumnParallelLinear(full, group, held) for full, held in zip(fulls, (None, replicas, None), strict=True)
+    ]
+    try:
+        outs = linear.project_together(x, layers)
+    except (AttributeError, TypeError, ValueError, IndexError) as error:
+        raise AssertionError(f"{OTHERS}: {type(error).__name__}, {error}. {ADVICE}") from error
+    (grad_copy,) = torch.autograd.grad(outs[1].sum() * (rank + 1), [layers[1].weight])
+    (expected,) = torch.autograd.grad(fulls[1](x).sum() * (n * (n + 1) / 2), [fulls[1].weight])
+    wanted = [cut(fulls[0](x), group, -1), fulls[1](x), cut(fulls[2](x), group, -1)]
+    alone = linear.project_together(x, layers[2:])
+    pairs = [*zip(outs, wanted, strict=True), (grad_copy, expected), *zip(alone, wanted[2:], strict=True)]
+    return [relative_error(*pair) for pair in pairs]
 
 
 def autocast_trial(group: dist.ProcessGroup) -> AutocastResult:
@@ -103,7 +133,8 @@ def autocast_trial(group: dist.ProcessGroup) -> AutocastResult:
         override(layer, matmul=Zeros)
     first, second = linear.project_together(local, layers)
     left = max(first.abs().max().item(), (second - cast(torch.Tensor, layers[1].bias)).abs().max().item())
-    return AutocastResult({out.dtype for out in outs}, [relative_error(*pair) for pair in pairs], left)
+    errors = [relative_error(*pair) for pair in pairs]
+    return AutocastResult({out.dtype for out in outs}, errors, left, other_numbers(group))
 
 
 def projections(group: dist.ProcessGroup) -> tuple[list[RankResult], AutocastResult]:
@@ -146,6 +177,7 @@ def judge(n: int, copies: int, bias: bool, of_all: list[RankResult]) -> None:
         assert "start matmul" in result.order, (
             f"{where}: backward does {result.order}: no matmul beside x's all-reduce; use the layers' `matmul`"
         )
+        assert result.held == 0, f"{where}: {result.held} bytes are held beside x and the parameters: no copies"
         assert all(set(r.group) == set(result.members) for r in others), (
             f"{where}: K's gradient is summed over its copies alone"
         )
@@ -157,4 +189,7 @@ def judge_in_autocast(where: str, result: AutocastResult) -> None:
         f"{where}: outputs are {result.dtypes}: as_autocast casts x and the weights; cast the bias to the output's"
     )
     assert max(result.errors) < 0.03, f"{where}: wrong gradients, or none: x and weights through as_autocast"
+    assert max(result.of_three) < 1e-5, (
+        f"{where}: {OTHERS}: wrong outputs, or a copied weight's gradient that is not summed. {ADVICE}"
+    )
     assert result.left == 0, f"{where}: multiply by the layers' attribute `matmul`, whatever it is, not by a name"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import NamedTuple, cast
+from unittest import mock
 
 import numpy as np
 import torch
@@ -62,13 +63,15 @@ class RankResult(NamedTuple):
     forward: Traffic
     backward: Traffic
     retained: int  # bytes of the model
+    groupings: int  # calls of replicas_of
 
 
 def model_trial(
     group: dist.ProcessGroup, config: ModelConfig, meta: bool, steps: int = 1, max_norm: float = 0.4
 ) -> RankResult:
     """Train a model that is split over the group."""
-    model, retained = retained_by(lambda: split_model(config, group, meta))
+    with mock.patch.object(program, "replicas_of", wraps=program.replicas_of) as replicas_of:
+        model, retained = retained_by(lambda: split_model(config, group, meta))
     losses, norms = [], []
     optimizer, (inputs, targets) = sgd(model.parameters()), batch_of(config)
     named = dict(model.named_parameters())
@@ -84,7 +87,13 @@ def model_trial(
         losses.append(step_loss.item())
         norms.append(clip_grad_norm_(model.parameters(), max_norm).item())
         optimizer.step()
-    return RankResult(Training(losses, norms, gradients or {}, gather_state_dict(model)), forward, backward, retained)
+    return RankResult(
+        Training(losses, norms, gradients or {}, gather_state_dict(model)),
+        forward,
+        backward,
+        retained,
+        replicas_of.call_count,
+    )
 
 
 def full_gradient(parameter: nn.Parameter) -> torch.Tensor:
@@ -108,9 +117,10 @@ def wrong_options(group: dist.ProcessGroup) -> str | None:
         return "the logits are not this rank's part of one process's"
     if relative_error(split_model(TINY, group, gather_logits=True)(inputs), logits) > 1e-5:
         return "gather_logits=True: not the logits of one process"
-    block = transformer_blocks(split_model(TINY, group, chunks=3))[0]
-    if any(getattr(layer, "chunks", 0) != 3 for layer in (block.attention.o_proj, block.mlp.down_proj)):
-        return "chunks=3: o and down are row layers, and get the chunks"
+    blocks = transformer_blocks(split_model(TINY, group, chunks=3))
+    by_rows = [layer for block in blocks for layer in (block.attention.o_proj, block.mlp.down_proj)]
+    if any(getattr(layer, "chunks", 0) != 3 for layer in by_rows):
+        return "chunks=3: o and down are row layers, and get the chunks, in every block"
     for missing, x in (("embedding", hidden), ("head", inputs)):
         full, split = Transformer(TINY), Transformer(TINY)
         for stage in (full, split):
@@ -247,4 +257,7 @@ def judge(where: str, n: int, config: ModelConfig, result: RankResult) -> None:
     enough = 4 * param_count(config, tp=n) + 4 * config.hidden * n * (2 - config.tied)
     assert result.retained <= enough, (
         f"{where}: the model keeps {result.retained:,} bytes; norms and its share of the rest: {enough:,}"
+    )
+    assert result.groupings <= 1, (
+        f"{where}: replicas_of is called {result.groupings} times: call it once, all blocks share its groups"
     )

@@ -11,6 +11,7 @@ from torch import nn
 
 from course_kit.checks.tensor_parallel.cases import CLOSE, all_cases, counted, in_case
 from course_kit.checks.tensor_parallel.diary import Diary
+from course_kit.checks.tensor_parallel.memory import saved_for_backward
 from course_kit.labs.tensor_parallel.models import in_groups, relative_error
 from course_kit.ranks import shared
 from course_kit.typed import grad_of
@@ -20,9 +21,9 @@ from course_lib.tensor_parallel.by_hand import cut
 
 CASES: dict[
     int, list[tuple]
-] = {  # by number of ranks: chunks, dtype, x's dimensions but the last, whether x wants a gradient
-    2: [(2, torch.float32, (2, 7), True), (5, torch.float32, (14,), False)],
-    4: [(3, torch.bfloat16, (1, 2, 7), True)],
+] = {  # by number of ranks: chunks, dtype, x's dimensions but the last, whether x and the weight want a gradient
+    2: [(2, torch.float32, (2, 7), True, True), (5, torch.float32, (14,), False, True)],
+    4: [(3, torch.bfloat16, (1, 2, 7), True, True), (2, torch.float32, (2, 7), True, False)],
 }
 
 
@@ -36,30 +37,35 @@ class RankResult(NamedTuple):
     made: int  # bytes of the tensors that forward makes
     enough: int  # bytes that are enough for it
     later: list[tuple[str, int]]  # events of backward
+    held: int  # bytes for backward, beside x and the weight
+    dtypes: set[torch.dtype]  # of the matmuls
 
 
 def chunk_trial(
-    group: dist.ProcessGroup, chunks: int, dtype: torch.dtype, rows: tuple[int, ...], wants_x: bool
+    group: dist.ProcessGroup, chunks: int, dtype: torch.dtype, rows: tuple[int, ...], wants_x: bool, wants_weight: bool
 ) -> RankResult:
     """Run a row layer on x: [*rows, 24], transposed where it has 3 dimensions or more."""
     torch.manual_seed(12)
     full, given = nn.Linear(24, 10, False, dtype=dtype), torch.randn(*rows, 10).to(dtype)
     x = torch.randn(*rows[::-1], 24).to(dtype).transpose(0, len(rows) - 1)
     layer, complete = linear.RowParallelLinear(full, group, chunks), x.clone().requires_grad_()
+    layer.weight.requires_grad_(wants_weight)
     local = cut(x, group, -1).clone().requires_grad_(wants_x)
     with in_case(f"x {[*local.shape]}, strides {local.stride()}, {dtype}"):
         with Diary() as diary, count_traffic() as traffic:
-            out = layer(local)
+            out, held = saved_for_backward(lambda: layer(local), local, layer.weight)
         with Diary() as later:
             out.backward(given)
     full(complete).backward(given)
     pairs = {"the output": (out, F.linear(x, full.weight))}
     if wants_x:
         pairs["x's gradient"] = (grad_of(local), cut(grad_of(complete), group, -1))
-    pairs["the weight's gradient"] = (grad_of(layer.weight), cut(grad_of(full.weight), group, 1))
+    if wants_weight:
+        pairs["the weight's gradient"] = (grad_of(layer.weight), cut(grad_of(full.weight), group, 1))
     errors = {name: relative_error(*pair) for name, pair in pairs.items()}
     enough = out.nbytes + (0 if local.is_contiguous() else local.nbytes)
-    return RankResult(errors, out.dtype, diary.events, traffic.bytes, sum(diary.sizes()), enough, later.events)
+    dtypes, made = diary.dtypes | later.dtypes, sum(diary.sizes())
+    return RankResult(errors, out.dtype, diary.events, traffic.bytes, made, enough, later.events, held, dtypes)
 
 
 def check() -> None:
@@ -73,13 +79,24 @@ def check() -> None:
 
 
 def judge(
-    n: int, rank: int, result: RankResult, chunks: int, dtype: torch.dtype, rows: tuple[int, ...], wants_x: bool
+    n: int,
+    rank: int,
+    result: RankResult,
+    chunks: int,
+    dtype: torch.dtype,
+    rows: tuple[int, ...],
+    wants_x: bool,
+    wants_weight: bool,
 ) -> None:
     """Judge one case on one rank."""
     where = f"{n} ranks, rank {rank}, {chunks} chunks of 14 rows, {len(rows) + 1} dimensions, {dtype}"
     for name, error in result.errors.items():
         assert error < CLOSE[dtype], f"{where}: {name} is not one process's"
     assert result.dtype == dtype, f"{where}: the output is {result.dtype}"
+    assert result.dtypes == {dtype}, f"{where}: matmuls are in {result.dtypes}: keep x's dtype"
+    assert result.held == 0, (
+        f"{where}: ctx keeps {result.held} bytes beside x and the weight: save these as they are, no copies"
+    )
     spec = [word for word, _ in result.events]
     assert spec.count("start") == chunks, f"{where}: {counted(spec.count('start'), 'all-reduce')}, not one for each"
     assert spec == ["matmul", "start"] * chunks + ["wait"] * chunks, (
@@ -95,8 +112,8 @@ def judge(
     )
     later = [word for word, _ in result.later]
     assert "start" not in later, f"{where}: backward sends: send nothing"
-    wanted = "x and the weight" if wants_x else "the weight alone"
-    assert later == ["matmul"] * (1 + wants_x), (
+    wanted = " and ".join(name for name, wants in (("x", wants_x), ("the weight", wants_weight)) if wants)
+    assert later == ["matmul"] * (wants_x + wants_weight), (
         f"{where}: backward makes {counted(len(later), 'matmul')} for gradients of {wanted}; "
         "ctx.needs_input_grad says whose gradient is wanted"
     )

@@ -32,6 +32,7 @@ class Diary(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
+        self.dtypes: set[torch.dtype] = set()  # of the matmuls
         self.events, self.made = [], {}  # made: new storages by address; they stay, so that no address recurs
 
     @classmethod
@@ -43,6 +44,7 @@ class Diary(TorchDispatchMode):
         name = function._schema.name.removeprefix("aten::")
         if name in self.MATMULS:
             self.events.append(("matmul", out.numel() * args[self.MATMULS[name]].shape[-1]))
+            self.dtypes.add(args[self.MATMULS[name]].dtype)
         given, result = (
             {t.untyped_storage()._cdata: t.untyped_storage() for t in tree_leaves(tree) if torch.is_tensor(t)}
             for tree in ((args, kwargs), out)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from course_kit.checks.tensor_parallel.memory import AtOnce
 from course_kit.typed import world
 from course_lib.collectives.traffic import Traffic, count_traffic
 from course_lib.zero import shards
@@ -56,6 +57,11 @@ def check() -> None:
             )
             assert traffic.calls == 2, f"{where}: {traffic.calls} collectives; one for each of two groups is enough"
             assert traffic.bytes <= 10, f"{where}: {traffic.bytes} bytes sent: send one float32 element per group"
+    many = [(torch.full((1000,), 0.5, dtype=torch.bfloat16), None)] * 9
+    with AtOnce(2 * 9000) as large:
+        norm = shards.global_norm([*many])
+    assert abs(norm.item() - 0.5 * 9000**0.5) < 1e-3, f"no group at all: the norm is {0.5 * 9000**0.5:.4f}, not {norm}"
+    assert not large.most, "it makes a tensor as large as all gradients together: add up the square of each one's norm"
     try:
         shards.global_norm([(torch.ones(3, device="meta"), None)])
     except RuntimeError as error:  # tensors on the meta device have no values to read

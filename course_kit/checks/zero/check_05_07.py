@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from course_lib.zero.optimizer_shards import BufferPool
 
@@ -75,3 +76,11 @@ def check() -> None:
     assert third in {buffer.data_ptr() for buffer in filling} and not pool.sending, (
         "the oldest had given its buffer back already: collect the next one, as long as none is free"
     )
+    pool = BufferPool(7, torch.zeros(0, dtype=torch.float16, device="meta"))
+    further = [pool.take() for _ in range(3)][-1]
+    assert (further.device.type, further.dtype, further.numel()) == ("meta", torch.float16, 7), (
+        f"a pool of 7 elements in float16 on another device makes a buffer of {further.numel()} in {further.dtype} on "
+        f"{further.device}: all as self.like has it, and self.numel"
+    )
+    held = {id(leaf) for leaf in tree_leaves([*vars(pool).values()]) if torch.is_tensor(leaf)}
+    assert id(further) not in held, "a buffer that was taken is still among the pool's attributes: the bucket has it"

@@ -7,6 +7,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
 from course_kit.checks.zero.comparing import ONE_LAYER, one_process, results_of
 from course_kit.labs.zero import batch_of, farthest, storage_bytes
@@ -24,8 +25,15 @@ CASES: tuple[tuple[int, bool, int, tuple[type[torch.optim.Optimizer], dict]], ..
 Event = tuple[str, int]  # a method and the number of its bucket
 
 
-def note_calls(zero: ZeroOptimizer, log: list[Event]) -> None:
-    """Have the shards and the optimizer of `zero` note their calls in `log`."""
+def tensors_on(zero: ZeroOptimizer) -> int:
+    """Return the bytes of tensors in attributes of `zero`, in lists and dictionaries too."""
+    return storage_bytes(leaf for leaf in tree_leaves([*vars(zero).values()]) if torch.is_tensor(leaf))
+
+
+def note_calls(zero: ZeroOptimizer, log: list[Event], copies: list[int]) -> None:
+    """Have the shards and the optimizer of `zero` note their calls in `log`, and in `copies` the buckets for which
+    set_grad gets another tensor than their gradient.
+    """
     for number, shard in enumerate([*zero.shards, zero.optimizer]):
         for name in ("set_grad", "gather", "wait") if shard is not zero.optimizer else ("step",):
             method = getattr(shard, name)
@@ -33,6 +41,9 @@ def note_calls(zero: ZeroOptimizer, log: list[Event]) -> None:
             def noted(*args, name=name, number=number, shard=shard, method=method):
                 if name != "wait" or shard.work is not None and log[-1:] != [("set_grad", number)]:  # not take's wait
                     log.append((name, number))
+                if name == "set_grad":
+                    own = zero.gradients[number].gradient.untyped_storage()._cdata
+                    copies.extend([number] * (args[0].untyped_storage()._cdata != own))
                 return method(*args)
 
             setattr(shard, name, noted)
@@ -57,8 +68,10 @@ def zero_trial(
     zero = ZeroOptimizer(given, optimizer_cls, group, stage, bucket_mb=0.02, **settings)
     inputs, targets = batch_of(dist.get_rank(group), config)
     log: list[Event] = []
+    copies: list[int] = []
+    at_first = tensors_on(zero)
     norms, early = [], []
-    note_calls(zero, log)
+    note_calls(zero, log, copies)
     for _ in range(steps):
         zero.zero_grad()
         with count_traffic() as traffic:
@@ -71,7 +84,8 @@ def zero_trial(
     zero.wait()
     weights = {name: p.detach() for name, p in model.named_parameters()}
     states = [value for state in zero.optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
-    return weights, norms, traffic, order, early, storage_bytes(states), len(zero.shards)
+    more = tensors_on(zero) - at_first
+    return weights, norms, traffic, order, early, storage_bytes(states), len(zero.shards), copies, more
 
 
 def check_order(where: str, order: list[Event], buckets: int, as_module: bool) -> None:
@@ -112,9 +126,13 @@ def check() -> None:
             expected, norms = one_process(n, config=ONE_LAYER, optimizer_cls=cast(Any, selected[0]), **selected[1])
             elements = sum(w.numel() for w in expected.values())
             for rank, result in enumerate(outcome):
-                weights, got, traffic, order, early, states, buckets = result
+                weights, got, traffic, order, early, states, buckets, copies, more = result
                 where = f"stage {stage}, {n} ranks, {selected[0].__name__}, rank {rank}"
                 check_order(where, order, buckets, as_module)
+                assert not copies, (
+                    f"{where}: set_grad gets a copy of bucket {copies[0]}'s gradient: give it the gradient"
+                )
+                assert more <= 0, f"{where}: the optimizer object keeps {more} bytes of tensors more than before a step"
                 name, error = farthest(weights, expected)
                 assert error < 1e-4, (
                     f"{where}: after 2 steps {name} is not one process's: each bucket's own gradient? The optimizer "

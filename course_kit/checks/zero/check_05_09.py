@@ -28,8 +28,23 @@ def from_bytes(payloads: torch.Tensor, out: torch.Tensor) -> None:
     out.copy_(payloads.view(torch.bfloat16))
 
 
-HALF = Encoding(as_bytes, from_bytes)
-CASES = (4, torch.float32, None), (3, torch.bfloat16, None), (4, torch.float32, HALF)  # ranks, dtype, encoding
+def as_bf16(shard: torch.Tensor) -> torch.Tensor:
+    """Encode a shard as its BF16 values, in that dtype."""
+    return shard.bfloat16()
+
+
+def from_bf16(payloads: torch.Tensor, out: torch.Tensor) -> None:
+    """Decode what as_bf16 has encoded."""
+    out.copy_(payloads)
+
+
+HALF, ROUNDED = Encoding(as_bytes, from_bytes), Encoding(as_bf16, from_bf16)
+CASES = (
+    (4, torch.float32, None),
+    (3, torch.bfloat16, None),
+    (4, torch.float32, HALF),
+    (2, torch.float32, ROUNDED),
+)  # ranks, dtype, encoding
 
 
 class UnderWay:
@@ -67,7 +82,7 @@ def gather_trial(group: dist.ProcessGroup, dtype: torch.dtype, encoding: Encodin
     result: dict[str, Any] = {"expected": full.to(dtype), "left": left}
     with SizesFit(), count_traffic() as traffic, noted_waits() as waits:
         buffer.gather()
-        result["waits in gather"], result["size"] = len(waits), size()
+        result["waits in gather"], result["size"], result["enough"] = len(waits), size(), buffer.nbytes
         buffer.gather()
         result["work"], result["gathered"] = buffer.work is not None, buffer.gathered
         assert encoding is None or buffer.payloads is not None, "wait() wants to decode self.payloads: gather those"
@@ -90,6 +105,7 @@ def gather_trial(group: dist.ProcessGroup, dtype: torch.dtype, encoding: Encodin
         buffer.payloads = None if encoding is None else encoding.encode(shard).repeat(world)
         buffer.free()
         result["waited"], result["unfinished"] = under_way.waited, buffer.work is not None
+        left.append(retained())
     reference = torch.ones(2, 5, dtype=dtype, requires_grad=True)
     (reference @ cast(torch.Tensor, result["expected"])).square().sum().backward()
     result["gradient"], result["reference"] = x.grad if x.grad is not None else torch.empty(0), reference.grad
@@ -111,6 +127,9 @@ def check() -> None:
                 )
                 assert result["size"] > 0, (
                     f"{where}: gather() has claimed no memory for self.values and what are views of it"
+                )
+                assert result["size"] == result["enough"], (
+                    f"{where}: gather() claims {result['size']} bytes; self.nbytes is {result['enough']}"
                 )
                 assert result["waits in gather"] == 0, f"{where}: gather() waits: it only starts"
                 assert result["work"], f"{where}: self.work is the all-gather under way: wait() needs it"

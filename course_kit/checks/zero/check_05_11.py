@@ -65,6 +65,8 @@ def backward_log(order: list[int], executed: tuple[int, ...] = (0, 1, 2)) -> tup
         except (ValueError, IndexError) as error:
             where = f"the backward of unit {number} begins, self.forward_order has units {list(executed)}"
             raise AssertionError(f"{where}: {type(error).__name__}, {error}; a unit may be missing there") from None
+    in_order = [units[number] for number in executed]
+    assert sharded.forward_order == in_order, "leave self.forward_order as it is: only the next forward changes it"
     unreduced: Iterable[Any] = sharded.unreduced
     return log, [unit.name for unit in unreduced]
 

@@ -6,7 +6,7 @@ from course_lib.zero import full_sharding
 
 
 def check() -> None:
-    """Assert the ratio for five settings, one of them on one GPU."""
+    """Assert the ratio for seven settings, one of them on one GPU."""
     for tokens, dp, bandwidth, peak, param_bytes, expected in (
         (4096, 8, 450e9, 989.5e12, 2, 0.4697),
         (4096, 8, 50e9, 989.5e12, 2, 4.2275),
@@ -14,6 +14,7 @@ def check() -> None:
         (8192, 512, 50e9, 989.5e12, 2, 2.4107),
         (4096, 8, 450e9, 312e12, 2, 0.14812),
         (4096, 1, 50e9, 989.5e12, 2, 0.0),
+        (65536, 64, 25e9, 989.5e12, 2, 0.59451),
     ):
         got = full_sharding.gather_ratio(tokens, dp, bandwidth, peak, param_bytes)
         assert got is not None and abs(got - expected) < 2e-3 * expected + 1e-9, (

@@ -42,9 +42,9 @@ def published_bandwidth(gigabytes: float = 16) -> Figure:
     axes[0].set(ylabel="GB/s", ylim=0, title="bandwidth, 256 MB messages")
     axes[0].legend()
     axes[1].plot(nodes, seconds, "o-", color=KINDS[4], markersize=4)
-    for place, side in ((0, "left"), (-1, "center")):
-        label = f"{1000 * seconds[place]:.0f} ms"
-        axes[1].annotate(label, (nodes[place], seconds[place]), (0, 6), textcoords="offset points", ha=side)
+    for position, side in ((0, "left"), (-1, "center")):
+        label = f"{1000 * seconds[position]:.0f} ms"
+        axes[1].annotate(label, (nodes[position], seconds[position]), (0, 6), textcoords="offset points", ha=side)
     axes[1].set(ylabel="seconds", ylim=(0, 1.2 * max(seconds)), title=f"to add up {gigabytes:g} GB of gradients")
     for ax in axes:
         on_nodes(ax, nodes)
@@ -55,9 +55,9 @@ def published_bandwidth(gigabytes: float = 16) -> Figure:
 def elements_sent(sent_mb: dict[str, Sequence[float]], least_mb: float) -> Figure:
     """Return the MB that each rank sends in an all-reduce, a bar per algorithm; a line: what a rank must send."""
     figure, ax = plt.subplots(figsize=(0.85 * WIDTH, 2.7))
-    for place, (color, (name, sent)) in enumerate(zip(KINDS, sent_mb.items(), strict=False)):
+    for position, (color, (name, sent)) in enumerate(zip(KINDS, sent_mb.items(), strict=False)):
         label = f"{name}: {sum(sent):.0f} MB in all"
-        ax.bar([rank + 0.27 * (place - 1) for rank in range(len(sent))], sent, width=0.25, color=color, label=label)
+        ax.bar([rank + 0.27 * (position - 1) for rank in range(len(sent))], sent, width=0.25, color=color, label=label)
     ax.axhline(least_mb, color="black", linestyle=":", linewidth=1, label="2(N-1)/N · K")
     ax.set_xticks(range(4), [f"rank {r}" for r in range(4)])
     ax.set(ylabel="MB sent")

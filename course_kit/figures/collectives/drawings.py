@@ -48,7 +48,7 @@ def full(letter: str) -> list[str]:
 
 def only(cells: Sequence[str]) -> list[list[str]]:
     """Return rows of which row r has the r-th of the cells at place r; the rest holds nothing of interest."""
-    return [["" if place != row else cell for place in range(4)] for row, cell in enumerate(cells)]
+    return [["" if position != row else cell for position in range(4)] for row, cell in enumerate(cells)]
 
 
 def panels() -> dict[str, tuple[list[list[str]], list[list[str]]]]:
@@ -100,11 +100,11 @@ def tree() -> Figure:
     ax.spines[["left", "bottom"]].set_visible(False)
     ax.tick_params(length=0)
     for step in range(4):
-        for place in range(8):
-            ax.plot(place, -step, "o", markersize=13, color=KINDS[0] if place < 2**step else LIGHT)
-        for place in range(2**step if step < 3 else 0):
+        for position in range(8):
+            ax.plot(position, -step, "o", markersize=13, color=KINDS[0] if position < 2**step else LIGHT)
+        for position in range(2**step if step < 3 else 0):
             arrow = {"arrowstyle": "->", "color": GRAY, "shrinkA": 8, "shrinkB": 8}
-            ax.annotate("", (place + 2**step, -step - 1), (place, -step), arrowprops=arrow)
+            ax.annotate("", (position + 2**step, -step - 1), (position, -step), arrowprops=arrow)
     return figure
 
 

@@ -15,7 +15,7 @@ from course_kit.labs.collectives import ring_states, sent_chunk
 N = 5  # ranks
 
 
-def look(holds: set[int]) -> tuple[str, str]:
+def style_of(holds: set[int]) -> tuple[str, str]:
     """Return the ranks whose values are in a chunk as a word, and its shade: the darker, the more."""
     if len(holds) == N:
         return "all", KINDS[1]
@@ -38,11 +38,11 @@ def draw_circle(ax: Axes, step: int) -> None:
         arrow = {"arrowstyle": "->", "color": GRAY, "shrinkA": 11, "shrinkB": 11, "connectionstyle": "arc3,rad=-0.2"}
         ax.annotate("", spots[(rank + 1) % N], (x, y), arrowprops=arrow)
         chunk, middle = sent_chunk(N, rank, step), 2 * math.pi * (rank + 0.5) / N
-        word, shade = look(before[rank][chunk])
-        place = 1.0 * math.sin(middle), 1.0 * math.cos(middle)
-        box = {"fc": shade, "ec": "none", "pad": 1.5}
+        word, shade = style_of(before[rank][chunk])
+        position = 1.0 * math.sin(middle), 1.0 * math.cos(middle)
+        rectangle = {"fc": shade, "ec": "none", "pad": 1.5}
         name = f"{'abcde'[chunk]} {word}"
-        ax.text(*place, name, ha="center", va="center", fontsize=8, color=ink_on(shade), bbox=box, zorder=5)
+        ax.text(*position, name, ha="center", va="center", fontsize=8, color=ink_on(shade), bbox=rectangle, zorder=5)
 
 
 def draw_table(ax: Axes, step: int) -> None:
@@ -52,7 +52,7 @@ def draw_table(ax: Axes, step: int) -> None:
     for rank, row in enumerate(ring_states(N)[step]):
         ax.text(-0.15, 0.4 - rank, f"{rank}", ha="right", va="center", fontsize=8, color=GRAY)
         for chunk, holds in enumerate(row):
-            word, shade = look(holds)
+            word, shade = style_of(holds)
             ax.add_patch(plt.Rectangle((chunk, -rank), 0.92, 0.85, color=shade))
             ax.text(chunk + 0.46, 0.42 - rank, word, ha="center", va="center", fontsize=8, color=ink_on(shade))
     for chunk in range(N):

@@ -1,4 +1,4 @@
-"""What 16 bits do to gradients, updates and losses."""
+"""Gradients, updates and losses in 16 bits."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -10,8 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 from course_kit.labs.five_d.models import MOE, SHALLOW, TINY, built, local_batch
+from course_kit.ranks import Ranks
 from course_kit.typed import grad_of, override, transformer_blocks
 from course_lib.collectives.traffic import Record, count_traffic
+from course_lib.five_d.layouts import Layout
 from course_lib.pipeline.norm import clip_grad_norm_
 from course_lib.single_gpu.model import ModelConfig
 from course_lib.single_gpu.placement import placement_of
@@ -23,6 +26,13 @@ KINDS = {
     "blocks.1.mlp.experts.up_proj.weight": "expert",
 }
 FLAT = ModelConfig(6, 32, 4, 4, 64, 32)  # small embedding and head: nearly all parameters are in the layers
+PIPED = {  # layout, and by how many sequences per rank the batch of each dp index grows
+    "ZeRO-3 (dp4)": ("dp4,zero3", 1),
+    "pipeline (pp4)": ("pp4", 4),
+    "pipeline, each stage ZeRO-3, gathered once (dp2,pp2)": ("dp2,pp2,zero3,keep", 2),
+    "pipeline, ZeRO-1 (dp2,pp2)": ("dp2,pp2,zero1", 2),
+}
+BY_AXIS = ["dp8", "dp4,tp2,sp", "dp4,cp2", "dp4,pp2", "dp4,ep2,tp2,sp", "dp2,cp2,tp2,sp", "dp2,pp2,tp2,sp"]
 COUNTS = 64  # bytes; messages up to this size are counts, shapes, losses and norms
 
 
@@ -109,6 +119,38 @@ def by_axis(layer: Layer) -> dict[str, int]:
     for record in layer.records:
         bytes_by_axis[names.get(record.group, "other")] += record.bytes
     return bytes_by_axis
+
+
+def bytes_by_axis(ranks: Ranks) -> dict[str, dict[str, int]]:
+    """Return the bytes that rank 0 of eight sends over each axis in a step of 8 sequences, for each of BY_AXIS."""
+    sent = {}
+    for text in BY_AXIS:  # a rank's sequences in one micro-batch, in two under a pipeline; more send the same bytes
+        layout = Layout.parse(text)
+        micro_batch = 8 // layout.dp // layout.pp
+        layers = ranks(local_shapes, f"{text},mb{micro_batch}", MOE if layout.ep > 1 else None, 8, 32)
+        sent[text] = by_axis(layers[0])
+    return sent
+
+
+def layer_text(layer: Layer, messages: list[int]) -> str:
+    """Return what `local_shapes` has noted, with the bytes of messages between stages, as lines of text."""
+    lines = [f"{'output of':16s}{'local shape':18s}{'weight':31s}local shape"]
+    weights = [(name, shape) for name, shape in layer.weights.items() if "gate" not in name]
+    for (module, out), (name, shape) in itertools.zip_longest(layer.shapes.items(), weights, fillvalue=("", "")):
+        lines.append(f"{module:16s}{out!s:18s}{name:31s}{shape!s}".rstrip())
+    lines.append("rank 0 sends in the group:")
+    lines += [f"   {name:10s}{count:4d} calls{size:10,d} bytes" for name, (count, size) in layer.sent.items()]
+    lines.append(f"with pp 2 in place of dp 2, a message between stages has {', '.join(map(str, messages))} bytes")
+    return "\n".join(lines)
+
+
+def sent_per_token(ranks: Ranks, counts: tuple[int, ...] = (1, 2, 4), seq: int = 32) -> dict[str, dict[int, float]]:
+    """Return the bytes that four ranks send per token, by layout of PIPED and sequences per rank and step."""
+    sent: dict[str, dict[int, float]] = {}
+    for label, (text, times) in PIPED.items():
+        of_steps = zip(*ranks(sent_per_step, text, [m * times for m in counts], seq), strict=True)
+        sent[label] = {m: sum(each) / (m * len(ranks) * seq) for m, each in zip(counts, of_steps, strict=True)}
+    return sent
 
 
 def sent_per_step(text: str, counts: list[int], seq: int = 32) -> list[int]:

@@ -58,7 +58,7 @@ def built(
 
 @functools.cache
 def one_process(
-    layout: Layout, mixtures: bool = False, steps: int = 3, config: ModelConfig = TINY
+    layout: Layout, mixtures: bool = False, steps: int = 3, config: ModelConfig = TINY, seq: int = 16
 ) -> tuple[Numbers, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return losses and norms, gradients of the first step, and weights after the last step, of one process.
 
@@ -70,7 +70,7 @@ def one_process(
     optimizer, numbers = torch.optim.AdamW(decay_groups(model), **ADAMW), []
     first: dict[str, torch.Tensor] = {}
     for step in range(steps):
-        inputs, targets = batch_of(seed=step)
+        inputs, targets = batch_of(seq=seq, seed=step)
         m = len(inputs) // (layout.dp * layout.micro_batch)
         for router in routers_of(model):
             router.loss_weight = 1 / m

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from course_kit.labs.fp8.errors import (
+    ERROR_COLUMNS,
+    ScaleErrors,
     error_at_scale,
+    errors_at,
+    errors_by_layer,
     fp8_name,
     in_e4m3,
     int8,
@@ -17,6 +21,7 @@ from course_kit.labs.fp8.kernels import (
     RESULTS,
     bytes_per_element,
     count_casts,
+    fp8_speedup,
     print_block_kernels,
     print_gpu_results,
 )
@@ -33,6 +38,7 @@ from course_kit.labs.fp8.training import (
 from course_kit.labs.kernels import device
 
 __all__ = [
+    "ERROR_COLUMNS",
     "LAB_ORDER",
     "RESULTS",
     "SMALL",
@@ -40,7 +46,11 @@ __all__ = [
     "bytes_per_element",
     "count_casts",
     "device",
+    "ScaleErrors",
     "error_at_scale",
+    "errors_at",
+    "errors_by_layer",
+    "fp8_speedup",
     "fp8_name",
     "gradients_of",
     "in_e4m3",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
-from course_kit.gpu.fp8_errors import plant_outliers
+from course_kit.gpu.fp8_errors import MATMULS, OPERANDS, matmul_errors, plant_outliers
 from course_kit.labs.fp8.models import trained_model, warmed_up_optimizer
 from course_lib.fp8 import quantization, scaled_matmul
 from course_lib.fp8.operands import Casts
@@ -17,6 +18,7 @@ from course_lib.fp8.recipes import RECIPES
 from course_lib.mixed_precision.block_formats import relative_error
 from course_lib.mixed_precision.formats import FloatFormat, round_to
 from course_lib.single_gpu import model as plain_model
+from course_lib.single_gpu.model import Transformer
 
 Storage = Callable[[torch.Tensor], torch.Tensor]  # returns a tensor as it is after storage
 
@@ -29,6 +31,33 @@ def fp8_name(dtype: torch.dtype) -> str:
 def error_at_scale(x: torch.Tensor, fmt: FloatFormat, scale: float) -> float:
     """Return the relative error of x in a format, with x divided by a scale before rounding."""
     return relative_error(round_to(x / scale, fmt, saturate=True) * scale, x)
+
+
+class ScaleErrors(NamedTuple):
+    """Relative errors of a tensor in a format, by its scale."""
+
+    factors: Sequence[float]  # scales, as multiples of max / largest number of the format
+    errors: Sequence[float]
+    unscaled: tuple[float, float]  # the factor that is a scale of 1, and its error
+
+
+def errors_at(x: torch.Tensor, fmt: FloatFormat, factors: Sequence[float]) -> ScaleErrors:
+    """Return the relative errors of x at multiples of the scale at which its largest element fits just so."""
+    best = x.abs().max().item() / fmt.largest
+    errors = [error_at_scale(x, fmt, best * factor) for factor in factors]
+    return ScaleErrors(factors, errors, (1 / best, error_at_scale(x, fmt, 1.0)))
+
+
+ERROR_COLUMNS = OPERANDS + MATMULS
+
+
+def errors_by_layer(
+    model: Transformer, casts: Casts, batch: tuple[torch.Tensor, torch.Tensor]
+) -> dict[str, list[float]]:
+    """Return the errors of the operands and matmuls of each linear layer of the blocks, by its short name."""
+    results = matmul_errors(model, casts, *batch)
+    short = {name: name.replace("attention.", "").replace("mlp.", "").replace("_proj", "") for name in results}
+    return {short[name]: [row[key] for key in ERROR_COLUMNS] for name, row in results.items()}
 
 
 def in_e4m3(x: torch.Tensor, block: tuple[int, int] = quantization.TENSOR) -> torch.Tensor:

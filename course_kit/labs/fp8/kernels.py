@@ -109,3 +109,15 @@ def print_gpu_results() -> None:
                 print(f"  {row['way']:20s} {row['step_s']:.3f} s per step, MFU {row['mfu'] or 0:.0%}")
         for pair, timed in record.get("in turns", {}).items():
             print(f"  step, in turns: {pair} {timed['ratio']:.2f}")
+
+
+def fp8_speedup(
+    m: int, n: int, k: int, cast_bytes: float, bf16: float = 989e12, fp8: float = 1979e12, bandwidth: float = 3.35e12
+) -> float:
+    """Return the time of a linear layer's three matmuls in BF16 over that in FP8 with its casts: a bound from data
+    sheets.
+
+    cast_bytes: bytes moved per number; bf16, fp8: FLOP/s; bandwidth: bytes/s of memory.
+    """
+    flops = 6 * m * n * k
+    return (flops / bf16) / (flops / fp8 + cast_bytes * (m * k + n * k + m * n) / bandwidth)

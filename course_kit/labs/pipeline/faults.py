@@ -101,3 +101,11 @@ def lab_runs(ranks: Ranks, steps: int = 6) -> dict[str, tuple[list[float], list[
             beside.append(((got.norm() / wanted.norm()).item(), cosine.item()))
         runs[letter] = results[0][0], beside
     return runs
+
+
+def first_gradients(runs: dict[str, tuple[list[float], list[tuple[float, float]]]]) -> str:
+    """Return a table of the runs' first gradients beside one process's, by letter and stage; see lab_runs."""
+    lines = ["first step:  ratio of the gradient's norm to one process's | cosine, by stage"]
+    for letter, (_, beside) in runs.items():
+        lines.append(f"{letter}:   " + "     ".join(f"{ratio:.3f} | {cosine:.4f}" for ratio, cosine in beside))
+    return "\n".join(lines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import statistics
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ from torch import nn
 
 from course_lib.expert_parallel.mixture import apply_moe
 from course_lib.expert_parallel.model import apply_expert_parallel
+from course_lib.pipeline.schedules import dualpipe
+from course_lib.pipeline.simulation import simulate
 from course_lib.pipeline.stages import StagePass, split_stages
 from course_lib.single_gpu.model import ModelConfig, Transformer
 from course_lib.tensor_parallel.shards import materialize
@@ -91,3 +94,34 @@ def forward_and_backward(config: ModelConfig, tokens: int, s_per_mb: float, repe
         exchanges = [("B" if lane == "B" else "F", 1e3 * (a - zero), 1e3 * (b - zero)) for lane, a, b in spans]
         runs[way].append(({kind: 1e3 * (end - zero) for kind, end in ends.items()}, exchanges))
     return runs
+
+
+Spans = dict[str, tuple[float, float]]  # of F and B: start and end
+
+
+def median_repeats(results: list[dict[str, list[Run]]]) -> dict[str, tuple[Spans, list[tuple[str, float, float]]]]:
+    """Return, for both ways, rank 0's spans of F and B and its exchanges in the median repeat, in ms. results: by rank.
+
+    A repeat takes as long as its slowest rank.
+    """
+    medians = {}
+    for way in WAYS:
+        lasted = [
+            max(max(ends.values()) for ends, _ in repeat)
+            for repeat in zip(*(each[way] for each in results), strict=True)
+        ]
+        ends, exchanges = results[0][way][lasted.index(statistics.median_high(lasted))]
+        starts = {"F": 0.0, "B": ends["F"] if way == WAYS[0] else 0.0}
+        medians[way] = {kind: (starts[kind], ends[kind]) for kind in "FB"}, exchanges
+    return medians
+
+
+def overlap_saves(medians: dict[str, tuple[Spans, list[tuple[str, float, float]]]]) -> str:
+    """Return the times of a pair, one after the other and at the same time, and what that makes of DualPipe's cost."""
+    apart, overlapped = (max(end for _, end in medians[way][0].values()) for way in WAYS)
+    ratio = overlapped / apart
+    costs = [float(simulate(dualpipe(8, 20), t_pair=each).cost) for each in (3, 3 * ratio)]
+    return (
+        f"t_F + t_B {apart:.0f} ms, t_FB {overlapped:.0f} ms: {ratio:.2f}\n"
+        f"DualPipe, p = 8, m = 20: cost {costs[0]:.1f} without overlap, {costs[1]:.1f} at this t_FB (all times 1)"
+    )

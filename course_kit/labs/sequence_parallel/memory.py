@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import functools
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -12,12 +14,20 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+import course_lib
 from course_kit.labs.sequence_parallel.drift import swap_gates
 from course_kit.labs.sequence_parallel.models import batch_of, split_model
 from course_lib.recompute.modes import Recomputed, retained_bytes
 from course_lib.single_gpu.model import PRESETS, ModelConfig
 from course_lib.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, project_together
 from course_lib.tensor_parallel.vocabulary import vocab_parallel_cross_entropy
+
+
+def published_scaling() -> list[dict[str, str]]:
+    """Return the rows of data/tp_scaling.csv: published runs at tp 2 to 32, without and with sequence parallelism."""
+    path = Path(course_lib.__file__).parents[1] / "data" / "tp_scaling.csv"
+    with path.open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
 
 
 class SplitGPTLayer(nn.Module):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from course_kit.labs.tensor_parallel.models import TINY, batch_of, sgd, split_model
+from course_kit.labs.tensor_parallel.models import TINY, batch_of, one_process, sgd, split_model
 from course_kit.ranks import shared
 from course_kit.typed import transformer_blocks, world
 from course_lib import tensor_parallel
@@ -83,3 +83,13 @@ def lab_run(fault: str, number: int, steps: int, config: ModelConfig = TINY) -> 
 def lab_runs(steps: int) -> list[dict[str, list]]:
     """Return the four runs whose faults the learner has to find."""
     return [lab_run(fault, 1, steps) for fault in RUNS]
+
+
+def evidence(runs: list[dict[str, list]]) -> str:
+    """Return lines with the first and last loss of each run, and the parameters that differ between its ranks."""
+    lines = []
+    for number, run in enumerate(runs):
+        names = ", ".join(run["differing"]) or "none"
+        lines.append(f"run {number}: first loss {run['losses'][0]:.6f}, last {run['losses'][-1]:.6f}")
+        lines.append(f"       differ between ranks that should have the same: {names}")
+    return "\n".join([*lines, f"one process: first loss {one_process(TINY).losses[0]:.6f}"])

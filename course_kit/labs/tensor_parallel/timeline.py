@@ -121,6 +121,12 @@ def waiting_ms(step: list[Span], phase: str) -> tuple[float, float]:
     return sum(waits), span_of_phase.end_ms - span_of_phase.start_ms
 
 
+def waiting_shares(all_spans: list[Span], phase: str) -> tuple[float, float]:
+    """Return medians over the steps: the milliseconds of a phase, and the share of it in which the rank waits."""
+    waits, lengths = np.array([waiting_ms(step, phase) for step in steps_of(all_spans)]).T
+    return float(np.median(lengths)), float(np.median(waits / lengths))
+
+
 def forward_times(
     group: dist.ProcessGroup,
     chunk_counts: tuple[int, ...],

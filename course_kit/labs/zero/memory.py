@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from course_kit.labs.data_parallel import batch_of
 from course_kit.labs.zero.models import MiB, storage_bytes
+from course_kit.ranks import Ranks
 from course_kit.typed import grad_of
 from course_lib.data_parallel.replicas import DataParallel, find_diverged_params
 from course_lib.single_gpu.memory import param_count, state_bytes
@@ -69,6 +71,21 @@ def gradient_bytes(stage: int, config: ModelConfig, bucket_mb: float = 0.5) -> t
     for handle in handles:
         handle.remove()
     return levels, reserved, storage_bytes(bucket.gradient for bucket in zero.gradients) if stage == 2 else 0
+
+
+def gradient_levels(
+    ranks: Ranks, config: ModelConfig, depths: Sequence[int]
+) -> tuple[dict[int, tuple[list[int], int]], dict[int, dict[int, int]]]:
+    """Return, in stages 1 and 2: the bytes of gradients over a backward with the bytes reserved, and the bytes for full
+    gradients by number of layers.
+    """
+    levels, by_depth = {}, {}
+    for stage in (1, 2):
+        levels[stage] = ranks(gradient_bytes, stage, config)[0][:2]
+        models = {depth: ModelConfig(depth, 128, 4, 2, 352, 256, tied=True) for depth in depths}
+        of_models = {depth: ranks(gradient_bytes, stage, model)[0] for depth, model in models.items()}
+        by_depth[stage] = {depth: reserved - shards for depth, (_, reserved, shards) in of_models.items()}
+    return levels, by_depth
 
 
 def free_buffers(zero: ZeroOptimizer) -> list[torch.Tensor]:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from course_kit.labs.collectives import published
 from course_kit.labs.data_parallel import batch_of
 from course_kit.labs.zero.models import TINY
 from course_kit.ranks import Ranks
@@ -16,7 +17,7 @@ from course_lib.collectives.into_tensor import reduce_scatter_tensor
 from course_lib.collectives.traffic import count_traffic
 from course_lib.data_parallel.replicas import DataParallel, find_diverged_params
 from course_lib.single_gpu.model import PRESETS, ModelConfig, Transformer, loss
-from course_lib.zero import ZeroOptimizer, by_hand, fully_shard
+from course_lib.zero import ZeroOptimizer, by_hand, full_sharding, fully_shard
 from course_lib.zero.shards import FlatLayout
 
 FAULTS = ("own part", None, "sum of norms")  # of runs 0 to 2 in the lab
@@ -149,3 +150,12 @@ def sent_with_replicas(replicas: int, config: ModelConfig, as_one_unit: bool = F
     bytes_sent = (traffic.select(name).bytes for name in ("all_gather", "reduce_scatter", "all_reduce"))
     gathered, scattered, reduced = bytes_sent
     return sum(p.numel() for p in sharded.parameters()), gathered, scattered, reduced
+
+
+def gather_ratios(tokens: int, reached: float = 0.4) -> dict[int, float]:
+    """Return the time of stage 3's all-gather over that of forward by number of GPUs, at the published bandwidths.
+
+    tokens: per GPU; reached: the share of an H100's peak that forward reaches.
+    """
+    each = zip(published("all_gather", "gpus"), published("all_gather", "median_gb_s"), strict=True)
+    return {round(n): full_sharding.gather_ratio(tokens, round(n), 1e9 * s, reached * 989.5e12) for n, s in each}

@@ -6,10 +6,22 @@ derived from it, and sources count FLOPs differently (some count a tied embeddin
 name must be of one model, not of a variant with other sizes.
 """
 
+from __future__ import annotations
+
 import math
+import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
 
+import matplotlib.pyplot as plt
+from matplotlib.colors import LinearSegmentedColormap, to_hex
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from course_kit.figures.style import BLUE, LIGHT, WIDTH, ink_on, styled
+
+LETTERS = 11  # of a line in a cell
+SHADES = LinearSegmentedColormap.from_list("shades", ["white", BLUE])
 AXES = ("nodes", "ranks")
 DEGREES = ("dp", "pp", "cp", "tp", "ep")
 SHOWN = {"zero_stage": "zero", "micro_batch": "mb"}  # column: word
@@ -21,10 +33,10 @@ def ranks_of(row: dict) -> int:
 
 
 def layout_label(row: dict) -> str:
-    """Return a row's layout in two lines: the degrees above 1, and ZeRO's stage and the micro-batch."""
+    """Return a row's layout in lines: the degrees above 1, and ZeRO's stage and the micro-batch."""
     degrees = [f"{name}{row[name]}" for name in DEGREES if row.get(name, 1) > 1] or ["dp1"]
     settings = [f"{word}{row[name]}" for name, word in SHOWN.items() if row[name]]
-    return " ".join(degrees) + "\n" + " ".join(settings)
+    return "\n".join([*textwrap.wrap(" ".join(degrees), LETTERS), " ".join(settings)])
 
 
 def known(value: object) -> bool:
@@ -68,25 +80,24 @@ def shades_of(cells: dict, models: Sequence[str], columns: Sequence[int], by_mfu
     return [[value(model, column) for column in columns] for model in models]
 
 
-def cell_text(row: dict | None, count: int, by_mfu: bool) -> str:
+def cell_text(row: dict | None, count: int, by_mfu: bool, predicted: bool) -> str:
     """Return the text of a cell."""
     if row is None:
-        return f"none of {count}\nran" if count > 1 else "did not\nrun"
+        return "none\nfits" if predicted else f"none of {count}\nran" if count > 1 else "did not\nrun"
     value = f"{row['mfu_pct']:.1f}%" if by_mfu else f"{row['tokens_per_s_per_gpu']:,.0f}"
     return f"{value}\n{layout_label(row)}"
 
 
-def heatmap(rows: Sequence[dict], source: str, across: str = "nodes"):
-    """Return a figure with one row per model and one column per number of nodes or ranks (`across`). Each cell shows
-    the best layout and its MFU, or its tokens/s if the peak of the device is unknown. Cells in which every run failed
-    are hatched, cells without a run are empty. source: the origin of the rows, for the title. Models keep the order of
-    the rows.
+@styled
+def heatmap(rows: Sequence[dict], source: str, across: str = "nodes", predicted: bool = False) -> Figure:
+    """Draw the best layout of each model (row) and number of nodes or ranks (column, `across`), with its MFU, or its
+    tokens/s if the peak of the device is unknown.
+
+    Cells in which every run failed are hatched, cells without a run are empty. source: the origin of the rows, for the
+    title; predicted: the rows are predictions, one per cell. Models keep the order of the rows.
 
     Raises ValueError if there are no rows, or rows that cannot be compared.
     """
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Rectangle
-
     if across not in AXES:
         raise ValueError(f"across {across!r}: it is one of {', '.join(AXES)}")
     if not rows:
@@ -95,22 +106,22 @@ def heatmap(rows: Sequence[dict], source: str, across: str = "nodes"):
     models, columns = list(dict.fromkeys(model for model, _ in cells)), sorted({column for _, column in cells})
     succeeded = [row for row, _ in cells.values() if row]
     by_mfu = bool(succeeded) and all(known(row["mfu_pct"]) for row in succeeded)
-    figure = Figure(figsize=(max(5.5, 2.2 + 1.15 * len(columns)), 1.8 + 0.95 * len(models)), layout="constrained")
-    axes = figure.add_subplot()
+    width = min(WIDTH, max(5.5, 2.2 + 1.3 * len(columns)))
+    figure, axes = plt.subplots(figsize=(width, 1.5 + 0.85 * len(models)))
     values = shades_of(cells, models, columns, by_mfu)
     highest = max((value for line in values for value in line if not math.isnan(value)), default=1.0)
-    image = axes.imshow(values, cmap="viridis", aspect="auto", vmin=0, vmax=highest)
+    image = axes.imshow(values, cmap=SHADES, aspect="auto", vmin=0, vmax=highest)
     for (model, column), (row, count) in cells.items():
         x, y = columns.index(column), models.index(model)
         if row is None:
-            axes.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, fill=False, hatch="//", edgecolor="0.75", linewidth=0))
-        color = "black" if row is None or values[y][x] > 0.6 * highest else "white"
-        text = cell_text(row, count, by_mfu)
-        axes.text(x, y, text, ha="center", va="center", fontsize=8, linespacing=1.3, color=color)
-    axes.set_xticks(range(len(columns)), [str(column) for column in columns])
+            axes.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, fill=False, hatch="//", edgecolor=LIGHT, linewidth=0))
+        color = "black" if row is None else ink_on(to_hex(SHADES(values[y][x] / highest)))
+        axes.text(x, y, cell_text(row, count, by_mfu, predicted), ha="center", va="center", fontsize=8, color=color)
+    axes.set_xticks(range(len(columns)), [f"{column:,}" for column in columns])
     axes.set_yticks(range(len(models)), models)
     axes.set_xlabel(across)
-    quantity = "MFU" if by_mfu else "tokens/s per rank"
-    axes.set_title(f"{source}\nthe fastest layout of each cell, {len(rows):,} runs: its {quantity}", fontsize=10)
+    quantity = ("predicted " if predicted else "") + ("MFU" if by_mfu else "tokens/s per rank")
+    runs = "" if predicted else "1 run: " if len(rows) == 1 else f"{len(rows):,} runs: "
+    axes.set_title(f"{source}\n{runs}the fastest layout of each cell, and its {quantity}")
     figure.colorbar(image, ax=axes, label="MFU, %" if by_mfu else "% of the row's best")
     return figure
