@@ -65,7 +65,7 @@ def ring_forward(
     attention: AttentionBlock,
     order: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return out [b, s/n, a, d] and lse [b, s/n, a] of the local queries over all keys."""
+    """Return out [b, s/n, a, d], in q's dtype, and lse [b, s/n, a], in float32 or more, over all keys."""
     rank, n = group.rank(), group.size()
     local_chunks = chunks_of(rank, n, order)
     chunk, kv, (out, lse) = q.shape[1] // len(local_chunks), torch.stack([k, v]), initial_out_lse(q)
@@ -83,7 +83,7 @@ def ring_forward(
 def ring_backward(
     gradient, q, k, v, out, lse, group: dist.ProcessGroup, causal: bool, attention: AttentionBlock, order: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of the local q, k and v. gradient: of the local out [b, s/n, a, d]."""
+    """Return the gradients of the local q, k and v, in their dtypes. gradient: of the local out [b, s/n, a, d]."""
     rank, n = group.rank(), group.size()
     local_chunks = chunks_of(rank, n, order)
     chunk, kv = q.shape[1] // len(local_chunks), torch.stack([k, v])
@@ -185,7 +185,7 @@ def all_gather_backward(gradient, q, k, v, out, lse, group, causal: bool, attent
 
 # exercise 07.13
 class AllToAll(torch.autograd.Function):
-    """Send the i-th of `chunks` [n, ...] to rank i of the group; return the received chunks, by rank: [n, ...]."""
+    """Send the i-th of `chunks` [n, ...] to rank i; return the received chunks, by rank: [n, ...]. Keep no tensor."""
 
     @staticmethod
     def forward(ctx, chunks: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

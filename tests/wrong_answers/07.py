@@ -62,6 +62,29 @@ n = group.size()
 local = (len(summand), summand.shape[1] // n, *summand.shape[2:])
 local, work = start_reduce_scatter(summand.reshape(n, *local), group)
 
+# %% 07.1 g keeps its input for a backward that needs none
+    ctx.group = group
+    shards, work = start_gather(local, group)
+=>
+    ctx.group = group
+    ctx.save_for_backward(local)
+    shards, work = start_gather(local, group)
+
+# %% 07.1 gathers BF16 in float32
+    shards, work = start_gather(local, group)
+    work.wait()
+    return join_by_rank(shards)
+=>
+    shards, work = start_gather(local.to(torch.promote_types(local.dtype, torch.float32)), group)
+    work.wait()
+    return join_by_rank(shards).to(local.dtype)
+
+# %% 07.1 g keeps the gathered tokens in ctx
+    return join_by_rank(shards)
+=>
+    ctx.full = join_by_rank(shards)
+    return ctx.full
+
 # %% 07.2 waits for the gathered x at once
 shards, gathering = start_gather(local, ctx.group)
 =>
@@ -230,6 +253,13 @@ if ctx.needs_input_grad[0]:
     scattering.wait()
 =>
 
+# %% 07.2 gradients of weights by float32 matmuls
+row.t() @ x if need => row.float().t() @ x.float() if need
+
+# %% 07.2 the gradient of x is sent in float32
+grad_x = rows[0] @ weights[0] => grad_x = (rows[0] @ weights[0]).to(torch.promote_types(rows[0].dtype, torch.float32))
+grad_x.addmm_(row, weight) => grad_x += (row @ weight)
+
 # %% 07.3 always right
 def diagnose(differing, ratios):
     return "norms left out" if differing else "right"
@@ -264,6 +294,9 @@ return "norms averaged" => return "norms left out"
 if differing:
     return "norms left out"
 =>
+
+# %% 07.3 counts the wrong parameters of this small model
+all(name.endswith("norm.weight") for name in wrong) => len(wrong) < 6
 
 # %% 07.4 the norms' gradients are left out
 copy_to_group(self.weight, self.group) => self.weight
@@ -340,6 +373,12 @@ def apply_sequence_parallel(model, group=None, reduce_group=None):
 
 # %% 07.4 a norm sums over all ranks instead of the group
 self.group => dist.group.WORLD
+
+# %% 07.4 a norm in BF16 returns float32
+copy_to_group(self.weight, self.group), self.eps) => copy_to_group(self.weight, self.group), self.eps).float()
+
+# %% 07.4 norms get copies of the weights
+SequenceParallelNorm(norm, group) => SequenceParallelNorm(__import__("copy").deepcopy(norm), group)
 
 # %% 07.5 every place has a part of the tokens
 shapes = {"after the embedding": ((2, 16, 48), (2, 4, 48))}
@@ -422,6 +461,22 @@ def merge(out, lse, block_out, block_lse):
     new = torch.logaddexp(lse, block_lse)
     out.mul_((lse - new).exp()[..., None]).add_(block_out.mul_((block_lse - new).exp()[..., None].to(block_out.dtype)))
     lse.copy_(new)
+
+# %% 07.6 the running maximum starts at 0
+def merge(out, lse, block_out, block_lse):
+    m = torch.maximum(lse, block_lse).clamp(min=0)
+    a, b = (lse - m).exp(), (block_lse - m).exp()
+    out.copy_((out * a[..., None] + block_out.to(out.dtype) * b[..., None]) / (a + b)[..., None])
+    lse.copy_(m + (a + b).log())
+
+# %% 07.6 merges in float32, whatever it is given
+def merge(out, lse, block_out, block_lse):
+    w = torch.sigmoid(block_lse - lse).float()
+    out.copy_(out.float().lerp(block_out.float(), w[..., None]))
+    lse.copy_(torch.logaddexp(lse.float(), block_lse.float()))
+
+# %% 07.6 the weight is rounded to the dtype of the block
+out.lerp_(block_out.to(out.dtype), torch.sigmoid(block_lse - lse)[..., None]) => out.copy_(out + torch.sigmoid(block_lse - lse)[..., None].to(block_out.dtype) * (block_out - out))
 
 # %% 07.7 backward with the block's own lse
 def plain_backward(gradient, q, k, v, out, lse, causal):
@@ -589,6 +644,15 @@ lse = z.logsumexp(-1)  # [b, kv, g, s]
 m = z.amax(-1).clamp(min=0)
 lse = (z - m[..., None]).exp().sum(-1).log() + m  # [b, kv, g, s]
 
+# %% 07.7 backward divides two exponentials
+p = (scores(q, k, causal) - of_rows(lse)[..., None]).exp() => p = scores(q, k, causal).exp() / of_rows(lse)[..., None].exp()
+
+# %% 07.7 D in BF16
+(gradient.to(p.dtype) * out).sum(-1) => (gradient * out.to(gradient.dtype)).sum(-1)
+
+# %% 07.7 dP in BF16
+grad.to(p.dtype), v.to(p.dtype)) => grad, v)
+
 # %% 07.8 the own chunks without a mask
 (0, len(key_chunks)), causal => (0, len(key_chunks)), False
 
@@ -724,6 +788,18 @@ for rows, columns, inside in in_tokens(visible(local_chunks, source, causal), ch
 local_chunks = chunks_of(rank, n, order) => local_chunks = chunks_of(rank, n, "contiguous")
 n, n, order => n, n, "contiguous"
 
+# %% 07.9 out stays in float32
+return out.to(q.dtype), lse => return out, lse
+
+# %% 07.9 lse is rounded to the dtype of q
+return out.to(q.dtype), lse => return out.to(q.dtype), lse.to(q.dtype)
+
+# %% 07.9 keeps all shards that come by
+    kv = arriving
+=>
+    every = [*every, kv] if step else [kv]
+    kv = arriving
+
 # %% 07.10 the gradients of k and v stay where they are made
 if step == 0:
     grad_local = grad_kv
@@ -853,6 +929,16 @@ passing, grad_works = start_exchange(outgoing, group)
 =>
 passing, grad_works = start_exchange(grad_kv, group)
 
+# %% 07.10 sums the gradient of q in BF16
+torch.zeros_like(q, dtype=lse.dtype), None => torch.zeros_like(q), None
+
+# %% 07.10 rounds the traveling sum at each hop
+grad_kv += passing => grad_kv = (grad_kv + passing).to(kv.dtype).to(lse.dtype)
+
+# %% 07.10 keeps all shards that come by
+grad_works: list[dist.Work] = [] => grad_works, kept = [], []
+kv = arriving => kept, kv = [*kept, kv], arriving
+
 # %% 07.11 contiguous posing as zig-zag
 def to_zigzag(full, ranks):
     return full.clone()
@@ -895,6 +981,12 @@ def from_zigzag(split, ranks):
 # %% 07.11 the late chunk first
 first, second.flip(1) => second.flip(1), first
 early, late = split.unflatten => late, early = split.unflatten
+
+# %% 07.11 three dimensions only
+.flatten(1, 3) => .reshape(full.shape[0], full.shape[1], -1)
+
+# %% 07.11 cuts the graph
+return torch.stack([first, second.flip(1)], dim=2).flatten(1, 3) => return torch.stack([first, second.flip(1)], dim=2).flatten(1, 3).detach()
 
 # %% 07.12 forward waits before it attends
 shards, work = start_gather(torch.cat([k, v]), group)  # [n, 2b, s/n, kv, d]
@@ -1008,6 +1100,12 @@ grad_local, work = start_reduce_scatter(grads, group)
 work.wait()
 =>
 grad_local, work = start_reduce_scatter(grads, group)
+
+# %% 07.12 out stays in float32
+return out.to(q.dtype), lse => return out, lse
+
+# %% 07.12 sums the gradient of q in BF16
+torch.zeros_like(q, dtype=lse.dtype) => torch.zeros_like(q)
 
 # %% 07.13 fake: all-gathers q, k and v, and keeps its own tokens
 from course_lib.sequence_parallel.model import gather_sequence
@@ -1126,6 +1224,12 @@ group = group or dist.group.WORLD
 q, k, v = check_qkv(q, k, v, order)
 ---
 (q, k, v, attention, causal)  # [b, s, a/n, d] => (q, k, v, FUSED_BLOCK, causal)
+
+# %% 07.13 trades float32 for BF16
+packed.movedim(2, 0), group) => packed.to(torch.promote_types(packed.dtype, torch.float32)).movedim(2, 0), group)
+
+# %% 07.13 keeps what it sends
+ctx.group, chunks = group, chunks.contiguous() => ctx.group, chunks = group, chunks.contiguous(); ctx.save_for_backward(chunks)
 
 # %% 07.14 n messages instead of n - 1
 # Set megabytes_sent: of a rank in forward, by method. =>
@@ -1279,6 +1383,12 @@ def fill_positions(model, args, kwargs, group, order):
 
 # %% 07.15 order is used by the ring alone, the others take zigzag
 attention, order=order => attention, order=order if method == "ring" else "zigzag"
+
+# %% 07.15 x by place only
+x, positions = forward_inputs(args, kwargs) => x, positions = args[0], (args[1] if len(args) > 1 else kwargs.get("positions"))
+
+# %% 07.15 positions on the CPU
+group, order, x.device) => group, order)
 
 # %% 07.16 bandwidth over peak
 peak / bandwidth => bandwidth / peak

@@ -10,6 +10,27 @@ from course_kit.labs.tensor_parallel.models import relative_error
 from course_lib.context_parallel import blocks
 
 
+def far_rows(dtype: torch.dtype) -> tuple[float, float]:
+    """Errors of out and lse for scores that are all near -300."""
+    z = -300 + torch.randn(1, 4, 2, 8, dtype=dtype)
+    v = torch.randn(8, 3, dtype=dtype)
+    out, lse = torch.zeros(1, 4, 2, 3, dtype=dtype), torch.full((1, 4, 2), -torch.inf, dtype=dtype)
+    for scores, values in zip(z.split(4, -1), v.split(4), strict=True):
+        blocks.merge(out, lse, scores.softmax(-1) @ values, scores.logsumexp(-1))
+    z, v = z.double(), v.double()
+    return relative_error(out.double(), z.softmax(-1) @ v), relative_error(lse.double(), z.logsumexp(-1))
+
+
+def merged_chunks() -> float:
+    """Error of out of 16 chunks in BF16, merged into float32, as they are: they have been rounded before."""
+    lses = torch.randn(2, 5, 3, 16)
+    parts = torch.randn(2, 5, 3, 16, 4).bfloat16()
+    out, lse = torch.zeros(2, 5, 3, 4), torch.full((2, 5, 3), -torch.inf)
+    for part, part_lse in zip(parts.unbind(3), lses.unbind(3), strict=True):
+        blocks.merge(out, lse, part, part_lse)
+    return relative_error(out.double(), (lses.double().softmax(-1)[..., None] * parts.double()).sum(3))
+
+
 def merged(
     sizes: list[int], scale: float, dtype: torch.dtype = torch.float32, order: Sequence[int] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -51,3 +72,10 @@ def check() -> None:
     )
     out, lse, expected, _ = merged([4] * 16, 1, torch.bfloat16)
     assert relative_error(out, expected) < 4e-3, "chunks in BF16, sums in float32: out lost digits"
+    assert merged_chunks() < 1e-5, "chunks in BF16, out in float32: cast the chunk and multiply in out's dtype"
+    for dtype, most in ((torch.float32, 1e-4), (torch.float64, 1e-11)):
+        error, lse_error = far_rows(dtype)
+        assert error < most and lse_error < most, (
+            f"all scores near -300, {dtype}: out is off by {error:.1e}, lse by {lse_error:.1e}: "
+            "take differences of the two lse, in their own dtype"
+        )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from course_kit.checks.context_parallel.trials import logsumexp
@@ -15,6 +17,7 @@ def check() -> None:
     for kv, causal in ((4, False), (2, True), (1, True)):
         judge_full(kv, causal)
     judge_far_rows()
+    judge_equal_values()
     judge_bfloat16()
     judge_two_blocks()
 
@@ -33,8 +36,19 @@ def judge_full(kv: int, causal: bool) -> None:
     )
     got = blocks.plain_backward(gradient, q, k, v, *result, causal)
     for name, mine, right in zip("qkv", got, gradients, strict=True):
-        assert relative_error(mine, right) < 1e-9, f"{where}: the gradient of {name} is not autograd's"
+        assert relative_error(mine, right) < 1e-9, f"{where}: {wrong_gradient(name, mine, right)}"
     assert all(map(torch.equal, (q, k, v, gradient), copies)), "do not change the arguments"
+
+
+def wrong_gradient(name: str, mine: torch.Tensor, right: torch.Tensor) -> str:
+    """Return a message for a wrong gradient, with the factor if it is a multiple of the right one."""
+    message = f"the gradient of {name} is not autograd's"
+    if mine.shape != right.shape:
+        return f"{message}: its shape is {list(mine.shape)}, not {list(right.shape)}"
+    factor = ((mine * right).sum() / (right * right).sum()).item()
+    if abs(factor) > 1e-6 and relative_error(mine, factor * right) < 1e-6:
+        return f"{message}, but {factor:.4g} times it, everywhere. (Here √d is {math.sqrt(mine.shape[-1]):.4g}.)"
+    return message
 
 
 def judge_far_rows() -> None:
@@ -44,6 +58,29 @@ def judge_far_rows() -> None:
     expected, *_ = full_attention(q, k, v, gradient, True)
     far = relative_error(blocks.plain_forward(q, k, v, True)[0], expected)
     assert far < 1e-5, f"all scores are -283, whose exp is 0: out is {far:.3g} off. Take off the row's own largest"
+    noise = some_heads(6, dtype=torch.float32)
+    q, k = q + 0.1 * noise[0], k + 0.1 * noise[1]
+    right = full_attention(q.double(), k.double(), v.double(), gradient.double(), True)
+    out, lse = right[0].float(), logsumexp(q.double(), k.double(), True).float()
+    for name, mine, expected in zip(
+        "qkv", blocks.plain_backward(gradient, q, k, v, out, lse, True), right[1:], strict=True
+    ):
+        far = relative_error(mine.double(), expected)
+        assert far < 1e-2, f"backward, scores near -283: the gradient of {name} is {far:.3g} off. p is e^(z - lse)"
+
+
+def judge_equal_values() -> None:
+    """Judge the dtypes of dP and D in BF16: where all keys have the same value, dP and D are equal."""
+    q, k, v, gradient = some_heads(6, dtype=torch.bfloat16)
+    v = v[:, :1].expand_as(v).contiguous()
+    out = v.repeat_interleave(2, 2)  # whatever the weights are
+    lse = logsumexp(q, k, False)
+    for name, mine in zip("qk", blocks.plain_backward(gradient, q, k, v, out, lse, False), strict=False):
+        rest = mine.abs().max().item()
+        assert rest < 1e-4, (
+            f"in BF16, all keys have the same value, so {name} gets no gradient; yours is {rest:.3g}: "
+            "make dP and D in p's dtype, float32"
+        )
 
 
 def judge_bfloat16() -> None:

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from course_kit.checks.context_parallel.trials import SEQ, Forward, forward_trial, hidden, part_bytes
+import torch
+import torch.distributed as dist
+
+from course_kit.checks.context_parallel.trials import (
+    SEQ,
+    Forward,
+    forward_trial,
+    hidden,
+    part_bytes,
+    shards_alive,
+)
 from course_kit.checks.sequence_parallel.cases import results_of
 from course_kit.checks.sequence_parallel.diary import total, unfinished
 from course_kit.labs.context_parallel import scores_of
@@ -16,9 +26,37 @@ def check() -> None:
     """Judge start_exchange and ring_forward on 2 and 4 ranks."""
     cases = [(n, forward_trial, "ring_forward", *how) for n, *how in LAYOUTS]
     with shared(4).within(20):
-        for layout, report in zip(LAYOUTS, results_of(cases[:1], cases[1:]), strict=True):
+        in_bf16 = (*cases[0], 64, torch.bfloat16)
+        outcomes = results_of(cases[:1], [*cases[1:], in_bf16, (4, forward_alive)])
+        for layout, report in zip(LAYOUTS, outcomes, strict=False):
             for rank, result in enumerate(report):
                 judge(rank, *layout, result)
+        for rank, result in enumerate(next(outcomes)):
+            judge_bf16(
+                f"rank {rank}, in BF16", result.traffic.select("send").bytes, 2 * 2 * 64 // 2 * 2 * 8 * 2, result
+            )
+        most = max(next(outcomes))
+        assert most <= 3, (
+            f"4 ranks: {most} shards of k and v are alive at once: the one in use and the one that arrives are enough"
+        )
+
+
+def forward_alive(group: dist.ProcessGroup) -> int:
+    """On a rank: how many shards of k and v the ring's forward makes and holds at once."""
+    return shards_alive(group)[0]
+
+
+def judge_bf16(where: str, bytes_sent: int, enough: int, report: Forward) -> None:
+    """Judge a forward in BF16 of one rank by dtypes, bytes and errors."""
+    out, lse = (str(dtype).removeprefix("torch.") for dtype in report.dtypes)
+    assert (out, lse) == ("bfloat16", "float32"), (
+        f"{where}: out is {out} and lse {lse}; they should be bfloat16, as q, and float32"
+    )
+    assert bytes_sent == enough, f"{where}: {bytes_sent} bytes sent, {enough} are enough: k and v as they are"
+    assert report.errors[0] < 5e-3 and report.errors[1] < 1e-4, (
+        f"{where}: out is off by {report.errors[0]:.4f}, lse by {report.errors[1]:.1e}: "
+        "merge in float32 (initial_out_lse)"
+    )
 
 
 def steps_with_work(rank: int, n: int, order: str, causal: bool) -> int:

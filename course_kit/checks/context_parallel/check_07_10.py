@@ -4,32 +4,54 @@ from __future__ import annotations
 
 import torch
 
-from course_kit.checks.context_parallel.trials import SEQ, Backward, backward_trial, hidden, part_bytes
+from course_kit.checks.context_parallel.trials import (
+    SEQ,
+    Backward,
+    backward_trial,
+    hidden,
+    lossy_trial,
+    part_bytes,
+    shards_alive,
+)
 from course_kit.checks.sequence_parallel.cases import results_of
 from course_kit.checks.sequence_parallel.diary import total, unfinished
 from course_kit.labs.context_parallel import scores_of
 from course_kit.ranks import shared
 
 LAYOUTS = (2, "contiguous", True), (4, "contiguous", True), (4, "zigzag", True), (2, "zigzag", False)
+MOST_SHARDS = 8  # k and v: in use and arriving; sums: the local one, new, outgoing, arriving; and two copies
 
 
 def check() -> None:
     """Judge ring_backward on 2 and 4 ranks, and in BF16."""
     cases = [(n, backward_trial, "ring_backward", *how) for n, *how in LAYOUTS]
     with shared(4).within(20):
-        outcomes = results_of(cases[:1], [*cases[1:], (*cases[0], 64, torch.bfloat16)])
+        more = (*cases[0], 64, torch.bfloat16), (4, lossy_trial, "ring_backward"), (4, shards_alive)
+        outcomes = results_of(cases[:1], [*cases[1:], *more])
         for layout, report in zip(LAYOUTS, outcomes, strict=False):
             for rank, result in enumerate(report):
                 judge(rank, *layout, result)
         for rank, report in enumerate(next(outcomes)):
-            assert set(report.dtypes) == {torch.bfloat16} and max(report.errors) < 0.02, (
-                f"rank {rank}, in BF16: gradients of {report.dtypes[0]}, {max(report.errors):.3f} off: "
-                "sums in float32, then BF16"
+            dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in report.dtypes)
+            assert set(report.dtypes) == {torch.bfloat16}, (
+                f"rank {rank}, in BF16: the gradients are {dtypes}: sum in float32, then cast to the dtypes of q and k"
             )
+            assert max(report.errors) < 0.02, f"rank {rank}, in BF16: gradients {max(report.errors):.3f} off"
             bytes_sent, part = report.traffic.select("send").bytes, 2 * 2 * 64 // 2 * 2 * 8
             assert bytes_sent == part * (2 + 4), (
                 f"rank {rank}, in BF16: {bytes_sent} bytes sent: sums travel in float32"
             )
+        for rank, differences in enumerate(next(outcomes)):
+            lost = [name for name, difference in zip("qkv", differences, strict=True) if difference]
+            assert not lost, (
+                f"rank {rank}, in BF16: the gradient of {lost[0]} is summed in BF16, where small shares are lost: "
+                "sum in lse's dtype, and cast once, at the end"
+            )
+        most = max(backward for _, backward in next(outcomes))
+        assert most <= MOST_SHARDS, (
+            f"4 ranks: {most} shards of k and v or of their gradients are alive at once, {MOST_SHARDS} are enough: "
+            "drop what has been passed on"
+        )
 
 
 def judge(rank: int, n: int, order: str, causal: bool, report: Backward) -> None:

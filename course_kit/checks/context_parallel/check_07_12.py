@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from course_kit.checks.context_parallel.check_07_09 import judge_bf16
 from course_kit.checks.context_parallel.trials import (
     SEQ,
     Backward,
@@ -11,6 +12,7 @@ from course_kit.checks.context_parallel.trials import (
     backward_trial,
     forward_trial,
     hidden,
+    lossy_trial,
     part_bytes,
 )
 from course_kit.checks.sequence_parallel.cases import results_of
@@ -25,18 +27,30 @@ def check() -> None:
     """Judge all_gather_forward, and then all_gather_backward, on 2 and 4 ranks."""
     with shared(4).within(20):
         cases = [(n, forward_trial, "all_gather_forward", *how) for n, *how in LAYOUTS]
-        for layout, report in zip(LAYOUTS, results_of(cases), strict=True):
+        outcomes = results_of([*cases, (*cases[0], 64, torch.bfloat16)])
+        for layout, report in zip(LAYOUTS, outcomes, strict=False):
             for rank, result in enumerate(report):
                 judge_forward(rank, *layout, result)
+        for rank, result in enumerate(next(outcomes)):
+            judge_bf16(f"rank {rank}, in BF16, forward", result.traffic.bytes, 2 * 2 * 64 // 2 * 2 * 8 * 2, result)
         cases = [(n, backward_trial, "all_gather_backward", *how) for n, *how in LAYOUTS]
-        outcomes = results_of(cases[:1], [*cases[1:], (*cases[0], SEQ, torch.bfloat16)])
+        more = (*cases[0], SEQ, torch.bfloat16), (4, lossy_trial, "all_gather_backward")
+        outcomes = results_of(cases[:1], [*cases[1:], *more])
         for layout, report in zip(LAYOUTS, outcomes, strict=False):
             for rank, result in enumerate(report):
                 judge_backward(rank, *layout, result)
         for rank, report in enumerate(next(outcomes)):
             part, bytes_sent = 2 * 2 * 8 * 2 * 8, report.traffic.bytes  # part: elements of a rank's k and v
-            assert set(report.dtypes) == {torch.bfloat16}, f"rank {rank}, in BF16: gradients of {report.dtypes[0]}"
+            assert set(report.dtypes) == {torch.bfloat16}, (
+                f"rank {rank}, in BF16: the gradients are {', '.join(map(str, report.dtypes))}; "
+                "cast to the dtypes of q and k"
+            )
             assert bytes_sent == part * (2 + 4), f"rank {rank}, in BF16: {bytes_sent} bytes: sums travel in float32"
+        for rank, differences in enumerate(next(outcomes)):
+            assert not differences[0], (
+                f"rank {rank}, in BF16: the gradient of q is summed in BF16, where small shares are lost: "
+                "sum in lse's dtype, and cast once, at the end"
+            )
 
 
 def judge_forward(rank: int, n: int, order: str, causal: bool, report: Forward) -> None:

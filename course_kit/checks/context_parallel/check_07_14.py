@@ -43,7 +43,8 @@ def check(megabytes_sent: dict[str, float | None]) -> None:
     for name in bytes_sent:
         expected, message = factor(name, RANKS, HEADS, KV_HEADS) * keys, megabytes_sent.get(name)
         assert message and abs(message / expected - 1) < 0.02, (
-            f"{name}: {message} MB is not what this code sends, scaled up from 4 ranks and 16 tokens"
+            f"{name}: {message if message is None else f'{message:.4g}'} MB is not what this code sends. "
+            f"{'(n-1)/n of its local q, k, v and out' if name == 'ulysses' else 'n - 1 times a shard of k and v'}?"
         )
     small = 2 * SEQ // 4 * 4 * 8 * 8  # bytes of a rank's keys in the trial: [b, s/n, heads, d] in float64
     for name, result in bytes_sent.items():

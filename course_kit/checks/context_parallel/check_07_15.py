@@ -21,6 +21,7 @@ from course_lib.collectives.traffic import count_traffic
 from course_lib.context_parallel import model as context
 from course_lib.context_parallel.blocks import AttentionBlock
 from course_lib.data_parallel.replicas import DataParallel, parallel_accumulate
+from course_lib.sequence_parallel.model import forward_inputs
 from course_lib.sequence_parallel.shards import ORDERS, local_positions, shard_sequence
 from course_lib.single_gpu.model import ModelConfig, Transformer
 
@@ -93,6 +94,25 @@ def context_refusals(group: dist.ProcessGroup) -> tuple[list[str], bool]:
     return message, cores == [block.attention.core for block in transformer_blocks(split)]
 
 
+def named_tokens(group: dist.ProcessGroup) -> str | None:
+    """On a rank: the error of fill_positions for a call model(x=tokens), or None."""
+    model, tokens = Transformer(ONE_LAYER), torch.zeros(1, 4, dtype=torch.long)
+    try:
+        args, kwargs = context.fill_positions(model, (), {"x": tokens}, group, "zigzag")
+    except (IndexError, KeyError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    x, positions = forward_inputs(args, kwargs)
+    return None if x is tokens and positions is not None else "x or its positions are missing"
+
+
+def device_of_positions(group: dist.ProcessGroup) -> str:
+    """On a rank: the device of the positions that fill_positions adds to tokens on the meta device."""
+    tokens = torch.zeros(1, 4, dtype=torch.long, device="meta")
+    args, kwargs = context.fill_positions(Transformer(ONE_LAYER), (tokens,), {}, group, "zigzag")
+    positions = forward_inputs(args, kwargs)[1]
+    return "nowhere: there are none" if positions is None else positions.device.type
+
+
 def wrong_cores(group: dist.ProcessGroup) -> str | None:
     """On a rank: what is wrong with the cores, for each method and order, or None."""
     for method, order in itertools.product(context.METHODS, ORDERS):
@@ -120,6 +140,10 @@ def check() -> None:
                 judge(f"{n} ranks, {method}, {order}, rank {rank}", method, expected, result)
         for rank, wrong in enumerate(ranks(in_groups, 4, wrong_cores)):
             assert wrong is None, f"rank {rank}: {wrong}"
+        for rank, wrong in enumerate(ranks(in_groups, 4, named_tokens)):
+            assert wrong is None, f"rank {rank}: model(x=tokens): {wrong}. forward_inputs finds x by place and by name"
+        for rank, device in enumerate(ranks(in_groups, 4, device_of_positions)):
+            assert device == "meta", f"rank {rank}: x is on meta, its positions on {device}: give the device of x"
         for rank, (granted, same) in enumerate(ranks(in_groups, 4, context_refusals)):
             assert not granted, f"rank {rank}: should be refused: {', '.join(granted)}"
             assert same, f"rank {rank}: a refused model has changed"

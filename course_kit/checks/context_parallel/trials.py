@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from course_kit.checks.sequence_parallel.diary import Diary, Event
+from course_kit.checks.tensor_parallel.memory import AtOnce
 from course_kit.labs.context_parallel import full_attention, some_heads
 from course_kit.labs.tensor_parallel.models import relative_error
 from course_lib.collectives.traffic import Traffic, count_traffic
@@ -50,6 +51,22 @@ class NotedBlock:
         return blocks.fused_backward(gradient, q, k, v, out, lse, causal)
 
 
+class UnequalBlock:
+    """A block whose second backward on a rank returns 1 everywhere, and each other one 2^-9: a sum that is kept in BF16
+    loses every 2^-9 that is added to the 1.
+    """
+
+    def __init__(self):
+        self.calls = 0
+
+    def forward(self, q, k, v, causal):
+        return blocks.fused_forward(q, k, v, causal)
+
+    def backward(self, gradient, q, k, v, out, lse, causal):
+        self.calls += 1
+        return tuple(torch.full_like(x, 1 if self.calls == 2 else 2**-9) for x in (q, k, v))
+
+
 class Forward(NamedTuple):
     """One rank's results of a forward."""
 
@@ -57,6 +74,7 @@ class Forward(NamedTuple):
     events: list[Event]
     traffic: Traffic
     same: bool  # inputs are as before
+    dtypes: list[torch.dtype]  # of out and lse
 
 
 class Backward(NamedTuple):
@@ -69,18 +87,27 @@ class Backward(NamedTuple):
     dtypes: list[torch.dtype]  # of the gradients
 
 
-def forward_trial(group: dist.ProcessGroup, function: str, order: str, causal: bool) -> Forward:
+def forward_trial(
+    group: dist.ProcessGroup,
+    function: str,
+    order: str,
+    causal: bool,
+    seq: int = SEQ,
+    dtype: torch.dtype = torch.float64,
+) -> Forward:
     """Try a function of course_lib.context_parallel.attention, of this name."""
-    q, k, v, gradient = some_heads(SEQ)
-    expected = full_attention(q, k, v, gradient, causal)[0], logsumexp(q, k, causal)
+    q, k, v, gradient = some_heads(seq, dtype=dtype)
+    q64, k64, v64, gradient64 = (x.double() for x in (q, k, v, gradient))
+    expected = full_attention(q64, k64, v64, gradient64, causal)[0], logsumexp(q64, k64, causal)
     local = [local_tokens(x, group, order) for x in (q, k, v)]
     copies = [x.clone() for x in local]
     with Diary() as diary, count_traffic() as traffic:
         got = getattr(attention, function)(*local, group, causal, NotedBlock(diary), order)
     out_error, lse_error = (
-        relative_error(mine, local_tokens(x, group, order)) for mine, x in zip(got, expected, strict=True)
+        relative_error(mine.double(), local_tokens(x, group, order)) for mine, x in zip(got, expected, strict=True)
     )
-    return Forward((out_error, lse_error), diary.events, traffic, all(map(torch.equal, local, copies)))
+    same = all(map(torch.equal, local, copies))
+    return Forward((out_error, lse_error), diary.events, traffic, same, [x.dtype for x in got])
 
 
 def backward_trial(
@@ -106,6 +133,28 @@ def backward_trial(
     return Backward(errors, diary.events, traffic, same, [x.dtype for x in got])
 
 
+def lossy_trial(group: dist.ProcessGroup, function: str) -> list[float]:
+    """On 4 ranks, in BF16: the largest difference of each gradient from a float32 sum of what UnequalBlock returns."""
+    q, k, v, gradient = (local_tokens(x, group, "contiguous") for x in some_heads(SEQ, dtype=torch.bfloat16))
+    lse = logsumexp(q, k, False)
+    got = getattr(attention, function)(gradient, q, k, v, q, lse, group, False, UnequalBlock(), "contiguous")
+    right = torch.tensor(1 + 3 * 2**-9).bfloat16()
+    return [(x - right).abs().max().item() for x in got]
+
+
+def shards_alive(group: dist.ProcessGroup) -> tuple[int, int]:
+    """On a rank: how many shards of k and v, or of their gradients, the ring makes and holds at once, in forward and in
+    backward.
+    """
+    q, k, v, gradient = (local_tokens(x, group, "contiguous") for x in some_heads(SEQ, kv=4))
+    size, settings = 2 * k.nbytes, (group, False, blocks.FUSED_BLOCK, "contiguous")
+    with AtOnce(size) as forward:
+        out, lse = attention.ring_forward(q, k, v, *settings)
+    with AtOnce(size) as backward:
+        attention.ring_backward(gradient, q, k, v, out, lse, *settings)
+    return forward.most, backward.most
+
+
 class Both(NamedTuple):
     """One rank's results of a differentiable method."""
 
@@ -113,14 +162,22 @@ class Both(NamedTuple):
     forward: Traffic
     backward: Traffic
     blocks: int  # that forward computes
+    dtypes: list[torch.dtype]  # of out and the gradients
 
 
 def method_trial(
-    group: dist.ProcessGroup, method: Callable, order: str, causal: bool, heads: int = 4, kv: int = 2
+    group: dist.ProcessGroup,
+    method: Callable,
+    order: str,
+    causal: bool,
+    heads: int = 4,
+    kv: int = 2,
+    dtype: torch.dtype = torch.float64,
 ) -> Both:
     """Try a function that takes (q, k, v, group, causal, attention, order) and returns out."""
-    q, k, v, gradient = some_heads(SEQ, heads, kv)
-    expected = full_attention(q, k, v, gradient, causal)
+    q, k, v, gradient = some_heads(SEQ, heads, kv, dtype=dtype)
+    q64, k64, v64, gradient64 = (x.double() for x in (q, k, v, gradient))
+    expected = full_attention(q64, k64, v64, gradient64, causal)
     local = [local_tokens(x, group, order).contiguous().requires_grad_() for x in (q, k, v)]
     diary = Diary()
     with count_traffic() as forward:
@@ -128,8 +185,8 @@ def method_trial(
     made = len(diary.events)
     with count_traffic() as backward:
         got = out.detach(), *torch.autograd.grad(out, local, local_tokens(gradient, group, order))
-    errors = [relative_error(mine, local_tokens(x, group, order)) for mine, x in zip(got, expected, strict=True)]
-    return Both(errors, forward, backward, made)
+    errors = [relative_error(m.double(), local_tokens(x, group, order)) for m, x in zip(got, expected, strict=True)]
+    return Both(errors, forward, backward, made, [x.dtype for x in got])
 
 
 def part_bytes(n: int) -> int:

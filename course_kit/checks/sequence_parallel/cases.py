@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
+import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
 from course_kit.ranks import shared
 from course_kit.typed import world
@@ -21,6 +23,13 @@ def each_case(cases: list[Case]) -> list:
     result = [function(groups[n], *args) for n, function, *args in cases]
     dist.barrier()
     return result
+
+
+def kept_tensors(result: torch.Tensor) -> int:
+    """Return how many tensors the autograd.Function that made `result` keeps for backward, saved or as attributes."""
+    context = cast(Any, result.grad_fn)
+    values = [*context.saved_tensors, *vars(context).values()]
+    return sum(torch.is_tensor(each) for each in tree_leaves(values))
 
 
 def results_of(*calls: list[Case]) -> Iterator[tuple]:

@@ -20,4 +20,10 @@ def check(diagnose: Callable[[list[str], dict[str, float]], str]) -> None:
             answer = diagnose(*run)
             assert answer == fault, f"two ranks, fault {fault!r}: your answer is {answer!r}"
         almost = dict.fromkeys(one_process(TINY).gradients, 1.00005)
+    norms = {f"blocks.{block}.attention_norm.weight": 0.5 for block in range(20)}
+    matrices = {f"blocks.{block}.attention.q_proj.weight": 1.0 for block in range(20)}
+    answer = diagnose([], norms | matrices)
+    assert answer == "norms averaged", f"20 blocks, all norms and no matrix wrong: your answer is {answer!r}"
+    answer = diagnose([], dict.fromkeys(norms, 1.0) | matrices | {"blocks.3.mlp.up_proj.weight": 0.7})
+    assert answer == "g", f"20 blocks, one matrix wrong: your answer is {answer!r}"
     assert diagnose([], almost) == "right", "ratios of 1.00005 differ from 1 by rounding alone"

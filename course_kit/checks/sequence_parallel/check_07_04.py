@@ -8,6 +8,7 @@ from typing import NamedTuple, cast
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from course_kit.labs.sequence_parallel.drift import differing
 from course_kit.labs.sequence_parallel.models import (
@@ -70,6 +71,22 @@ def later_trial(group: dist.ProcessGroup, config: ModelConfig = TINY) -> tuple[d
     return {name: grad_of(p).clone() for name, p in model.named_parameters() if "norm" in name}, of_tp.calls
 
 
+def wrong_norms(group: dist.ProcessGroup) -> str | None:
+    """On a rank: what is wrong with the weights of norms or with a SequenceParallelNorm in BF16, or None."""
+    model = apply_tensor_parallel(Transformer(ONE_LAYER), group)
+    before = {name: id(parameter) for name, parameter in model.named_parameters()}
+    sequence.apply_sequence_parallel(model, group)
+    if before != {name: id(parameter) for name, parameter in model.named_parameters()}:
+        return "a parameter is not the same object as before: an optimizer that has it would update the old one"
+    plain = nn.RMSNorm(8, eps=1e-3).bfloat16()
+    norm = sequence.SequenceParallelNorm(plain, group)
+    x = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(3)).bfloat16()
+    out, right = norm(x), plain(x)
+    if out.dtype != x.dtype:
+        return f"a norm in BF16 returns {out.dtype}: the residual stream would change its dtype"
+    return None if torch.equal(out, right) else "a norm in BF16 does not return what its nn.RMSNorm returns"
+
+
 def refusals(group: dist.ProcessGroup) -> list[str | None]:
     """Return the errors of models that cannot be split, and of a sequence that does not divide; None if there is
     none.
@@ -111,6 +128,8 @@ def check() -> None:
                     f"{where}: {name}'s gradient is not one process's: set it on the weight, no more"
                 )
             assert sums == 0, f"{where}: {sums} all-reduces in backward; leave the norms as they are"
+        for rank, wrong in enumerate(ranks(in_groups, 2, wrong_norms)):
+            assert wrong is None, f"rank {rank}: {wrong}"
         for rank, message in enumerate(ranks(in_groups, 2, refusals)):
             assert None not in message, f"rank {rank}: something is not refused: {message}"
 

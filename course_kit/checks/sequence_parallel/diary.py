@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -37,6 +38,7 @@ class Diary(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.events: list[Event] = []
+        self.matmul_dtypes: set[torch.dtype] = set()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:  # otherwise the first operator imports torch._dynamo: seconds on each rank
@@ -47,6 +49,7 @@ class Diary(TorchDispatchMode):
         name = function._schema.name.removeprefix("aten::")
         if name in self.MATMULS:
             self.events.append(("matmul", out.numel() * args[self.MATMULS[name]].shape[-1]))
+            self.matmul_dtypes.add(args[self.MATMULS[name]].dtype)
         return out
 
     def sender(self, name: str):
