@@ -2,7 +2,6 @@
 
 ONE_VALUE = {
     "02.6 keep_matmuls kwargs": "of operators: the policy takes them and hands nothing on",
-    "02.10 symptoms prof": "a profile's attributes are its settings; the steps in it differ",
     "02.11 marked_training model": "it is called and trained; the losses of four steps are compared",
     "02.11 marked_training text": "the batches that it makes are compared by their losses",
     "04.8 parallel_accumulate dp": "it is called; its group, ranks and micro-batches vary",
