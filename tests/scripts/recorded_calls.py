@@ -103,7 +103,8 @@ def seen_as(value, depth: int = DEPTH) -> str:
     """A value as text: the same text means that the check would not notice one in place of the other."""
     if isinstance(value, torch.Tensor):
         content = ""
-        if type(value) in (torch.Tensor, nn.Parameter) and value.is_contiguous() and value.numel() < LARGE:
+        plain = type(value) in (torch.Tensor, nn.Parameter) and value.is_contiguous() and value.numel() < LARGE
+        if plain and value.untyped_storage().nbytes() >= value.nbytes:  # one that was freed has fewer
             with contextlib.suppress(Exception), torch.no_grad():  # of a copy: numpy() makes a storage unresizable
                 content = hashlib.sha1(value.detach().clone().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
         return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.requires_grad} {content}"
