@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from course_kit.checks.context_parallel.trials import SEQ, Both, method_trial
-from course_kit.checks.sequence_parallel.cases import retained_tensors, results_of
+from course_kit.checks.sequence_parallel.cases import results_of, retained_tensors
 from course_kit.labs.tensor_parallel.models import in_groups
 from course_kit.ranks import shared
 from course_lib.context_parallel import attention

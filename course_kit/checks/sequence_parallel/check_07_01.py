@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from course_kit.checks.sequence_parallel.cases import Case, retained_tensors, results_of
+from course_kit.checks.sequence_parallel.cases import Case, results_of, retained_tensors
 from course_kit.labs.tensor_parallel.models import relative_error
 from course_kit.ranks import shared
 from course_lib.collectives.traffic import count_traffic
