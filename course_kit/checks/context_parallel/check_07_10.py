@@ -26,8 +26,8 @@ def check() -> None:
     """Judge ring_backward on 2 and 4 ranks, and in BF16."""
     cases = [(n, backward_trial, "ring_backward", *how) for n, *how in LAYOUTS]
     with shared(4).within(20):
-        more = (*cases[0], 64, torch.bfloat16), (4, lossy_trial, "ring_backward"), (4, shards_alive)
-        outcomes = results_of(cases[:1], [*cases[1:], *more])
+        extra = (*cases[0], 64, torch.bfloat16), (4, lossy_trial, "ring_backward"), (4, shards_alive)
+        outcomes = results_of(cases[:1], [*cases[1:], *extra])
         for layout, report in zip(LAYOUTS, outcomes, strict=False):
             for rank, result in enumerate(report):
                 judge(rank, *layout, result)

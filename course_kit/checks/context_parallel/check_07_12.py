@@ -34,8 +34,8 @@ def check() -> None:
         for rank, result in enumerate(next(outcomes)):
             judge_bf16(f"rank {rank}, in BF16, forward", result.traffic.bytes, 2 * 2 * 64 // 2 * 2 * 8 * 2, result)
         cases = [(n, backward_trial, "all_gather_backward", *how) for n, *how in LAYOUTS]
-        more = (*cases[0], SEQ, torch.bfloat16), (4, lossy_trial, "all_gather_backward")
-        outcomes = results_of(cases[:1], [*cases[1:], *more])
+        extra = (*cases[0], SEQ, torch.bfloat16), (4, lossy_trial, "all_gather_backward")
+        outcomes = results_of(cases[:1], [*cases[1:], *extra])
         for layout, report in zip(LAYOUTS, outcomes, strict=False):
             for rank, result in enumerate(report):
                 judge_backward(rank, *layout, result)

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from course_kit.checks.context_parallel.trials import SEQ, Both, method_trial
-from course_kit.checks.sequence_parallel.cases import kept_tensors, results_of
+from course_kit.checks.sequence_parallel.cases import results_of, retained_tensors
 from course_kit.labs.tensor_parallel.models import in_groups
 from course_kit.ranks import shared
 from course_lib.context_parallel import attention
@@ -35,9 +35,9 @@ def ulysses_refusal(group: dist.ProcessGroup) -> str:
     return ""
 
 
-def kept_by_exchange(group: dist.ProcessGroup) -> int:
+def retained_by_exchange(group: dist.ProcessGroup) -> int:
     """On a rank: the number of tensors that AllToAll keeps for backward."""
-    return kept_tensors(attention.AllToAll.apply(torch.zeros(2, 3, requires_grad=True), group))
+    return retained_tensors(attention.AllToAll.apply(torch.zeros(2, 3, requires_grad=True), group))
 
 
 def check() -> None:
@@ -46,11 +46,11 @@ def check() -> None:
     with ranks.within(20):
         for (n, order, _, heads, kv, dtype), report in zip(LAYOUTS, results_of(cases[:1], cases[1:]), strict=True):
             for rank, result in enumerate(report):
-                where = f"{n} ranks, {order}, {heads} heads, {kv} K/V heads, rank {rank}{', in BF16' * (dtype == torch.bfloat16)}"
+                where = f"{n} ranks, {order}, {heads} heads, {kv} K/V heads, rank {rank}, {dtype}"
                 enough = 2 * SEQ // n * (2 * heads + 2 * max(kv, n)) * 8 * dtype.itemsize * (n - 1) // n
                 judge(where, enough, result, dtype)
-        kept = max(ranks(in_groups, 2, kept_by_exchange))
-        assert not kept, f"AllToAll keeps {kept} tensor{'s' * (kept > 1)} for backward: the group is enough"
+        retained = max(ranks(in_groups, 2, retained_by_exchange))
+        assert not retained, f"AllToAll keeps {retained} tensor{'s' * (retained > 1)} for backward: the group is enough"
         assert "6 heads" in ranks(in_groups, 4, ulysses_refusal)[0], (
             "6 heads can't be shared by 4 ranks: check_heads says so"
         )

@@ -25,7 +25,7 @@ def each_case(cases: list[Case]) -> list:
     return result
 
 
-def kept_tensors(result: torch.Tensor) -> int:
+def retained_tensors(result: torch.Tensor) -> int:
     """Return how many tensors the autograd.Function that made `result` keeps for backward, saved or as attributes."""
     context = cast(Any, result.grad_fn)
     values = [*context.saved_tensors, *vars(context).values()]

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from course_kit.checks.sequence_parallel.cases import Case, kept_tensors, results_of
+from course_kit.checks.sequence_parallel.cases import Case, results_of, retained_tensors
 from course_kit.labs.tensor_parallel.models import relative_error
 from course_kit.ranks import shared
 from course_lib.collectives.traffic import count_traffic
@@ -34,8 +34,8 @@ def gates_trial(group: dist.ProcessGroup, dtype: torch.dtype = torch.float32) ->
             out = function(x, group)
         if out.shape != expected.shape:
             return f"{name}, forward: {list(out.shape)} instead of {list(expected.shape)}; over this group?"
-        if kept := kept_tensors(out):
-            return f"{name} keeps {kept} tensor{'s' * (kept > 1)} for backward: the group is enough"
+        if retained := retained_tensors(out):
+            return f"{name} keeps {retained} tensor{'s' * (retained > 1)} for backward: the group is enough"
         with count_traffic() as backward:
             (result,) = torch.autograd.grad(out, x, gradient)
         if out.dtype != dtype:
