@@ -50,9 +50,9 @@ def check() -> None:
     assert profile.saved_bytes(both_ways, lambda: both_ways(one, other)) == one.nbytes + other.nbytes, (
         "a bilinear layer saves both inputs, and its own weight is resident: take the parameters from `module`"
     )
-    table = nn.Module()
-    table.register_buffer("angles", torch.ones(16, 64))
-    assert profile.saved_bytes(table, lambda: x * table.angles) == 16 * 64 * 4, (
+    table, angles = nn.Module(), torch.ones(16, 64)
+    table.register_buffer("angles", angles)
+    assert profile.saved_bytes(table, lambda: x * angles) == 16 * 64 * 4, (
         "a product saves a buffer of the module, 4,096 bytes: parameters alone do not count"
     )
     saved = []
