@@ -54,17 +54,17 @@ def saved_for_backward(forward: Callable[[], Built], *known: torch.Tensor) -> tu
         out = forward()
     nodes: list = list(nodes_of(out))  # type: ignore[arg-type]
     saved += [leaf for node in nodes for leaf in tree_leaves(getattr(node, "__dict__", {})) if torch.is_tensor(leaf)]
-    local = {tensor.untyped_storage()._cdata for tensor in known}
-    return out, storage_bytes(each for each in saved if each.untyped_storage()._cdata not in local)
+    known_storages = {tensor.untyped_storage()._cdata for tensor in known}
+    return out, storage_bytes(each for each in saved if each.untyped_storage()._cdata not in known_storages)
 
 
 def saved_as_attributes(module: torch.nn.Module) -> int:
     """Return the bytes of tensors that a module keeps and that are no parameters or buffers."""
     registered = {"_parameters", "_buffers", "_modules"}
-    local = {each.untyped_storage()._cdata for each in [*module.parameters(), *module.buffers()]}
+    registered_storages = {each.untyped_storage()._cdata for each in [*module.parameters(), *module.buffers()]}
     leaves = tree_leaves([value for name, value in vars(module).items() if name not in registered])
     tensors = [leaf for leaf in leaves if torch.is_tensor(leaf)]
-    return storage_bytes(each for each in tensors if each.untyped_storage()._cdata not in local)
+    return storage_bytes(each for each in tensors if each.untyped_storage()._cdata not in registered_storages)
 
 
 class AtOnce(TorchDispatchMode):

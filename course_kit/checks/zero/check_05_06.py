@@ -56,7 +56,7 @@ def buffer_trial(group: dist.ProcessGroup, dtype: torch.dtype, sent_dtype: torch
             gradients.store(parameters[number])
     saved = [i for i, parameter in enumerate(parameters) if parameter.grad is not None]
     saved += [number for number, storage in memory if not torch.UntypedStorage._expired(storage)]
-    there = set(gradients.stored)
+    stored = set(gradients.stored)
     with (
         SizesFit(),
         count_traffic() as traffic,
@@ -73,7 +73,7 @@ def buffer_trial(group: dist.ProcessGroup, dtype: torch.dtype, sent_dtype: torch
     expected = [sum(2.0 * (r + 1) for r in range(world)), sum(r + 2.0 for r in range(world)), 0.0, 4.0]
     is_guarded = buffer[layout.padded :].isnan().all().item()
     enough = layout.shard_numel * (world - 1) * sent_dtype.itemsize
-    others = is_guarded, gradients.stored == there, large.most, enough
+    others = is_guarded, gradients.stored == stored, large.most, enough
     return saved, len(waits), returns_work, traffic, sums, expected, padding, *others
 
 

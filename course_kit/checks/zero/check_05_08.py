@@ -42,8 +42,8 @@ def note_calls(zero: ZeroOptimizer, log: list[Event], copies: list[int]) -> None
                 if name != "wait" or shard.work is not None and log[-1:] != [("set_grad", number)]:  # not take's wait
                     log.append((name, number))
                 if name == "set_grad":
-                    own = zero.gradients[number].gradient.untyped_storage()._cdata
-                    copies.extend([number] * (args[0].untyped_storage()._cdata != own))
+                    given = zero.gradients[number].gradient.untyped_storage()._cdata
+                    copies.extend([number] * (args[0].untyped_storage()._cdata != given))
                 return method(*args)
 
             setattr(shard, name, noted)
@@ -84,8 +84,8 @@ def zero_trial(
     zero.wait()
     weights = {name: p.detach() for name, p in model.named_parameters()}
     states = [value for state in zero.optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
-    more = tensors_on(zero) - at_first
-    return weights, norms, traffic, order, early, storage_bytes(states), len(zero.shards), copies, more
+    growth = tensors_on(zero) - at_first
+    return weights, norms, traffic, order, early, storage_bytes(states), len(zero.shards), copies, growth
 
 
 def check_order(where: str, order: list[Event], buckets: int, as_module: bool) -> None:
@@ -126,13 +126,15 @@ def check() -> None:
             expected, norms = one_process(n, config=ONE_LAYER, optimizer_cls=cast(Any, selected[0]), **selected[1])
             elements = sum(w.numel() for w in expected.values())
             for rank, result in enumerate(outcome):
-                weights, got, traffic, order, early, states, buckets, copies, more = result
+                weights, got, traffic, order, early, states, buckets, copies, growth = result
                 where = f"stage {stage}, {n} ranks, {selected[0].__name__}, rank {rank}"
                 check_order(where, order, buckets, as_module)
                 assert not copies, (
                     f"{where}: set_grad gets a copy of bucket {copies[0]}'s gradient: give it the gradient"
                 )
-                assert more <= 0, f"{where}: the optimizer object keeps {more} bytes of tensors more than before a step"
+                assert growth <= 0, (
+                    f"{where}: the optimizer object keeps {growth} bytes of tensors more than before a step"
+                )
                 name, error = farthest(weights, expected)
                 assert error < 1e-4, (
                     f"{where}: after 2 steps {name} is not one process's: each bucket's own gradient? The optimizer "
