@@ -170,6 +170,7 @@ def routers_of(model: nn.Module) -> list[Router]:
 def take_counts(model: nn.Module) -> torch.Tensor:
     """Return and reset the number of tokens that chose each expert, by router [R, E]: in all backwards since the last
     call, summed over the routers' batch_group, which is the same for all routers. Collective over it.
+    int64; [0, 0] of a model without routers.
     """
     routers = routers_of(model)
     if not routers:  # a stage without mixtures

@@ -1297,3 +1297,45 @@ top_k * ffn_hidden => ffn_hidden
 
 # %% 08.17 a hidden size of 4096
 (dispatch_bytes + combine_bytes) => 4096 * (dispatch_bytes + combine_bytes)
+
+# %% 08.1 takes float32 for gates whatever the scores are
+torch.zeros_like(scores).scatter(-1, experts, gates) => torch.zeros(scores.shape).scatter(-1, experts, gates.float())
+
+# %% 08.1 divides tiny scores by an epsilon
+gates = gates / gates.sum(-1, keepdim=True).clamp(min=torch.finfo(gates.dtype).tiny) => gates = gates / gates.sum(-1, keepdim=True).clamp(min=1e-6)
+
+# %% 08.1 ranks along dimension 1
+experts = ranking.topk(k, dim=-1).indices => experts = ranking.topk(k, dim=1).indices
+
+# %% 08.5 gives each expert a slot per token whatever the capacity
+routing.slots(len(rows)) => len(rows)
+
+# %% 08.5 leaves the shared experts out
+MoE(model.config, experts, top_k, ffn_hidden, shared, **routing) => MoE(model.config, experts, top_k, ffn_hidden, 0, **routing)
+
+# %% 08.5 freezes the experts
+parameter.data = parameter.data.to(like.dtype) => parameter.data = parameter.data.to(like.dtype); parameter.requires_grad_(False)
+
+# %% 08.9 copies the gates
+return gates.view_as(gates) => return gates.clone()
+
+# %% 08.10 counts in 32 bits
+torch.zeros_like(r.bias, dtype=torch.long) if => torch.zeros_like(r.bias, dtype=torch.int32) if
+
+# %% 08.10 fails for a stage without routers
+if not routers: =>
+    return torch.zeros(0, 0, dtype=torch.long) =>
+
+# %% 08.11 takes the first two dimensions for those of tokens
+.flatten(0, -2) => .flatten(0, 1)
+
+# %% 08.12 sends float32
+rows = tensor.new_empty(sum(receives), *tensor.shape[1:]) => rows = tensor.float().new_empty(sum(receives), *tensor.shape[1:])
+tensor.contiguous(), receives => tensor.float().contiguous(), receives
+
+# %% 08.13 does not cast x under autocast
+group.size(), as_autocast(x) => group.size(), (x,)
+
+# %% 08.13 sends outputs back in float32
+send_rows(group, receives, sends, out) => send_rows(group, receives, sends, out.float())
+AddByToken.apply(returned, token, len(x)) => AddByToken.apply(returned, token, len(x)).to(x.dtype)

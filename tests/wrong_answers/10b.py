@@ -339,3 +339,6 @@ forgot = {"A": "step", "B": "position", "C": "optimizer"}  # "optimizer", "posit
 
 # %% 10.21 one answer for all
 forgot = {"A": "optimizer", "B": "optimizer", "C": "optimizer"}  # "optimizer", "position" or "step"
+
+# %% 10.19 through float32
+chunk.values[target] = other.values[source] => chunk.values[target] = other.values[source].float()

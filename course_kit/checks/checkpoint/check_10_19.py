@@ -66,6 +66,11 @@ def check() -> None:
     )
     assert position[1].tolist() == [-1] * 3, "elements in no saved chunk should stay as they were"
     check_apart()
+    for dtype, number in ((torch.float64, 1 / 3), (torch.int64, 2**40 + 1)):
+        exact = torch.full((3,), number, dtype=dtype)
+        ours = as_chunks(torch.zeros(3, dtype=dtype), [((0,), (3,))])
+        chunks.fill(ours, as_chunks(exact, [((0,), (3,))]))
+        assert torch.equal(ours[0].values, exact), f"{dtype}: {number} became {ours[0].values[0].item()}"
     for shape, (saved, wanted) in itertools.product(((4, 6), (3, 2, 5), (11,), ()), ((3, 4), (2, 3), (4, 2))):
         full = torch.randn(shape)
         ours = as_chunks(torch.full(shape, math.nan), grid_of(shape, wanted))

@@ -31,6 +31,15 @@ def check() -> None:
     alike = torch.full((1, 5), 0.2)
     selected = (router.top_k_gates(alike, alike, 2) > 0).sum()
     assert selected == 2, "five equal scores, k = 2: two are chosen, not more"
+    tiny = 1e-9 * some_scores()
+    halves = router.top_k_gates(tiny, tiny, 2).sum(-1)
+    assert torch.allclose(halves, torch.ones_like(halves)), "scores of about 1e-9: their gates add up to 1, too"
+    deep = some_scores().bfloat16().view(2, 3, 5)
+    gates = router.top_k_gates(deep, deep, 2)
+    assert gates.dtype == torch.bfloat16 and gates.shape == deep.shape, (
+        f"scores [2, 3, 5] in BF16: gates are {list(gates.shape)}, {gates.dtype}; as the scores"
+    )
+    assert ((gates > 0).sum(-1) == 2).all(), "scores [2, 3, 5]: two experts for each of the six tokens"
     sharp = torch.tensor([[200.0, 0.0, -1.0]])
     selected = (router.top_k_gates(sharp.softmax(-1), sharp, 2) > 0).sum()
     assert selected == 2, "a chosen gate that underflows must stay above 0"

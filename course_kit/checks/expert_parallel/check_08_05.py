@@ -55,7 +55,11 @@ def judge_model(top_k: int, options: dict, x: torch.Tensor) -> None:
     for number, block in enumerate(model.blocks):
         layer = block.mlp
         assert isinstance(layer, MoE), f"block {number} still has its dense MLP"
+        width = None if layer.shared is None else layer.shared.gate_proj.weight.shape[0]
+        wanted = options.get("shared", 0) * options.get("ffn_hidden", TINY.ffn_hidden) or None
+        assert width == wanted, f"{what}, block {number}: the shared experts are {width} wide, not {wanted}"
         for name, parameter in layer.named_parameters():
+            assert parameter.requires_grad, f"{what}: blocks.{number}.mlp.{name} cannot be trained"
             expected, full_name = torch.empty_like(parameter), f"blocks.{number}.mlp.{name}"
             init_parameter(full_name, expected, TINY, 0)
             assert torch.equal(parameter, expected), f"the values are not init_parameter's of {full_name}"
@@ -80,6 +84,13 @@ def judge_capacity(x: torch.Tensor) -> None:
     expected = by_token(wide.experts, x.flatten(0, 1), gates.flatten(0, 1)).view_as(x)
     assert relative_error(got, expected) < 1e-5, (
         "capacity 4, 10 tokens: no token is dropped, yet it is not the sum of gates times experts"
+    )
+    narrow = MoE(TINY, 8, 2, capacity=1.0).eval()
+    with torch.no_grad(), Work() as less:
+        narrow.run(x, gates, lambda: None)
+    slots = narrow.router.routing.slots(10)
+    assert less.multiplications == 8 * slots * 3 * 48 * 40, (
+        f"capacity 1, 10 tokens: each of 8 experts has {slots} rows, not {less.multiplications // (8 * 3 * 48 * 40)}"
     )
     assert not work.read and work.multiplications == 8 * 10 * 3 * 48 * 40, (
         "with a capacity the sizes are fixed: batched_experts with the router's slots"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 
 from course_kit.checks.expert_parallel import formulas
 from course_kit.labs.expert_parallel.models import TINY, batch_of
 from course_kit.labs.tensor_parallel.models import relative_error
+from course_lib.expert_parallel import router as router_module
 from course_lib.expert_parallel.mixture import apply_moe
-from course_lib.expert_parallel.router import routers_of
+from course_lib.expert_parallel.router import Router, routers_of
 from course_lib.recompute.modes import apply_recompute
 from course_lib.single_gpu.model import Transformer, loss
 
@@ -60,6 +62,11 @@ def by_formula(micro_batches: int, routing: dict) -> RouterResults:
 
 def check() -> None:
     """Judge RouterLoss."""
+    gates = torch.rand(4, 8, requires_grad=True)
+    extra = torch.zeros((), requires_grad=True)
+    first: Router = routers_of(apply_moe(Transformer(TINY), 8, 2))[0]
+    same = router_module.RouterLoss.apply(gates, extra, torch.zeros(8), first)
+    assert same.data_ptr() == gates.data_ptr(), "the gates are returned unchanged: a view, no copy"
     for micro_batches, recompute, routing in CASES:
         (mine, counted), (right, wanted) = (
             as_trained(micro_batches, recompute, routing),

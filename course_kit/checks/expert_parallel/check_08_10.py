@@ -65,6 +65,12 @@ def check() -> None:
 def judge_alone() -> None:
     """Judge both without a group: shapes, reads on the host, and that a bias makes no gates."""
     alone = apply_moe(Transformer(TINY), 5, 2)
+    assert router.take_counts(alone).dtype == torch.int64, "counts are int64, as those of the routers are"
+    try:
+        plain = router.take_counts(Transformer(TINY))
+    except RuntimeError as error:
+        raise AssertionError(f"a model without mixtures, such as a pipeline's stage: [0, 0]; {error}") from None
+    assert plain.shape == (0, 0), f"a model without mixtures, such as a pipeline's stage: [0, 0], not {plain.shape}"
     assert router.take_counts(alone).shape == (2, 5), "without a group and without counts: zeros [R, E]"
     with Work() as work:
         router.update_bias(alone, router.take_counts(alone), 0.1)

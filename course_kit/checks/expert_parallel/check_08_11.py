@@ -25,6 +25,10 @@ def check() -> None:
     assert saved.dtype == torch.bfloat16 and torch.equal(saved, wanted), (
         f"1 slot, [1, 3, 2] in BF16, gates:\n{saved}\nnot, in BF16,\n{wanted}"
     )
+    flat = router.within_capacity(torch.tensor([[0.5, 0.5], [0.2, 0.8], [1.0, 0.0]]), 2)
+    assert torch.equal(flat, torch.tensor([[0.5, 0.5], [0.2, 0.8], [0.0, 0.0]])), (
+        f"2 slots, gates [t, E] = [3, 2]: {flat.tolist()}: the third token of expert 0 is dropped"
+    )
     with Work() as work:
         router.within_capacity(gates, 2)
     assert not work.read, f"{work.read[0]} makes the host wait for the device"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -54,12 +55,12 @@ def stacked(pairs) -> list[torch.Tensor]:
     return [torch.cat(parts) for parts in zip(*pairs, strict=True)]
 
 
-def exchange_trial(group: dist.ProcessGroup, sizes: list[list[int]]) -> RankResult:
+def exchange_trial(group: dist.ProcessGroup, sizes: list[list[int]], dtype: torch.dtype = torch.float32) -> RankResult:
     """Exchange two tensors, of which one is not contiguous, with a function to call overlap_with."""
     rank, n = group.rank(), group.size()
     sends, receives = sizes[rank][:n], [sizes[other][rank] for other in range(n)]
-    local = [part.requires_grad_() for part in stacked(rows_of(sizes, rank, to, 1) for to in range(n))]
-    back = stacked(rows_of(sizes, source, rank, 2) for source in range(n))  # gradients of what arrives
+    local = [part.to(dtype).requires_grad_() for part in stacked(rows_of(sizes, rank, to, 1) for to in range(n))]
+    back = [part.to(dtype) for part in stacked(rows_of(sizes, source, rank, 2) for source in range(n))]  # gradients
     other, beside, events = torch.ones(2, requires_grad=True), [], {}
     word = "forward"
     try:
@@ -76,8 +77,9 @@ def exchange_trial(group: dist.ProcessGroup, sizes: list[list[int]]) -> RankResu
         raise AssertionError(f"{word} of sends {sends}, receives {receives}: {error}") from None
     arrive = stacked(rows_of(sizes, source, rank, 1) for source in range(n))
     home = stacked(rows_of(sizes, rank, to, 2) for to in range(n))
-    errors = [relative_error(a, b) for a, b in zip((*got, *gradients), (*arrive, *home), strict=True)]
-    enough = [4 * 4 * (sum(each) - each[rank]) for each in (sends, receives)]
+    pairs = zip((*got, *gradients), (*arrive, *home), strict=True)
+    errors = [relative_error(a.float(), b.to(dtype).float()) if a.dtype == dtype else math.inf for a, b in pairs]
+    enough = [dtype.itemsize * 4 * (sum(each) - each[rank]) for each in (sends, receives)]
     sent = [[(r.collective, r.bytes) for r in t.records] for t in (forward, backward)]
     return RankResult(errors, sent, enough, events)
 
@@ -86,15 +88,21 @@ def check() -> None:
     """Judge start and finish of AsyncAllToAll on 2 and 4 ranks."""
     ranks = shared(4)
     with ranks.within(20):
-        for n, sizes in ((2, SIZES), (4, SIZES), (4, [[0, 0, 3, 0]] * 4)):
-            for rank, result in enumerate(ranks(in_groups, n, exchange_trial, sizes)):
-                judge(f"{n} ranks, rank {rank}", result)
+        for n, sizes, dtype in (
+            (2, SIZES, torch.float32),
+            (4, SIZES, torch.bfloat16),
+            (4, [[0, 0, 3, 0]] * 4, torch.float32),
+        ):
+            for rank, result in enumerate(ranks(in_groups, n, exchange_trial, sizes, dtype)):
+                judge(f"{n} ranks, rank {rank}, {dtype}", result)
 
 
 def judge(where: str, result: RankResult) -> None:
     """Judge one rank."""
     for error, word in zip(result.errors, WORDS, strict=True):
-        assert error == 0, f"{where}: {word} is not what this rank should receive: are sends and receives swapped?"
+        assert error == 0, (
+            f"{where}: {word} is not what this rank should get, in its dtype: are sends and receives swapped?"
+        )
     for records, least, (word, noted) in zip(result.sent, result.enough, result.events.items(), strict=True):
         assert {name for name, _ in records} == {"all_to_all"}, (
             f"{where}, {word}: sends by {records}: one all_to_all for each tensor does"

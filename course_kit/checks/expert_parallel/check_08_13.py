@@ -49,9 +49,12 @@ class Noting:
         return self.experts(rows, gates, choices)
 
 
-def rounding_trial(group: dist.ProcessGroup) -> tuple[dict[str, torch.Tensor], set[torch.dtype], list[str]]:
+ENOUGH_IN_BF16 = 2 * 9 * 8 * 2 + 9 * 2 * 4 + 2 * 8 * 3  # bytes: rows there and back, gates, sizes
+
+
+def rounding_trial(group: dist.ProcessGroup) -> tuple[dict[str, torch.Tensor], set[torch.dtype], list[str], list]:
     """Results of three tokens of ones in BF16 where rank 0 multiplies by 256, the others by 1, and their gradient;
-    dtypes of sums; in which order forward starts, waits, and calls overlap_with.
+    dtypes of sums; in which order forward starts, waits, and calls overlap_with; dtypes and bytes under autocast.
     """
     factor = 256.0 if group.rank() == 0 else 1.0
     x = torch.ones(3, 8, dtype=torch.bfloat16, requires_grad=True)
@@ -62,7 +65,14 @@ def rounding_trial(group: dist.ProcessGroup) -> tuple[dict[str, torch.Tensor], s
                 x, torch.ones(3, 8), None, group, lambda rows, gates, choices: factor * rows, beside
             )
         out.backward(torch.ones_like(out))
-    return {"out": out.detach(), "x's gradient": grad_of(x)}, additions.dtypes, events
+    cast = []
+    for given in (x.detach(), x.detach().float()):
+        with count_traffic() as traffic, torch.autocast("cpu", torch.bfloat16):
+            mine = exchange.dispatch_and_combine(
+                given, torch.ones(3, 8), None, group, lambda rows, gates, choices: rows
+            )
+        cast.append((mine.dtype, traffic.bytes))
+    return {"out": out.detach(), "x's gradient": grad_of(x)}, additions.dtypes, events, cast
 
 
 class RankResult(NamedTuple):
@@ -128,7 +138,12 @@ def judge(n: int, kind: str, sizes: tuple[int, ...]) -> None:
 
 def judge_rounding() -> None:
     """Judge sums in BF16, and the order of starts and waits."""
-    for result, dtypes, events in shared(4)(in_groups, 4, rounding_trial):
+    for result, dtypes, events, cast in shared(4)(in_groups, 4, rounding_trial):
+        for (dtype, size), given in zip(cast, ("bfloat16", "float32"), strict=True):
+            assert dtype == torch.bfloat16 and size <= ENOUGH_IN_BF16, (
+                f"x in {given}, under autocast in BF16: the output is {dtype}, and {size} bytes are sent; "
+                f"{ENOUGH_IN_BF16} are enough: cast x before it is sent"
+            )
         for name, sums in result.items():
             assert sums.dtype == torch.bfloat16, f"x is bfloat16, {name} is {sums.dtype}: it should be as x"
             assert (sums == 260).all(), f"{name} of 256 + 1 + 1 + 1 is {sums[0, 0]}, not 260: add up in float32"
