@@ -10,7 +10,7 @@ import pytest
 from IPython.core.displaypub import CapturingDisplayPublisher
 from IPython.core.interactiveshell import InteractiveShell
 
-from course_kit.figures import cell_bars
+from course_kit.widgets import cell_bars
 from tiny_course import ROOT
 
 LONG = "#| export x.y\n# Measured: two, and two more, about 40 s\n"

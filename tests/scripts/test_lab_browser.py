@@ -198,9 +198,9 @@ def test_a_notebook_opens_without_a_change_and_run_all_goes_on_below_a_failing_c
 
 
 def makers_of_widgets() -> set[str]:
-    """The functions of course_kit.figures that return a widget."""
+    """The functions of course_kit.widgets that return a widget."""
     found = set()
-    for path in (ROOT / "course_kit/figures").glob("*.py"):
+    for path in (ROOT / "course_kit/widgets").glob("*.py"):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             public = isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
             lines = node.body if public else ()

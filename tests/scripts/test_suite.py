@@ -38,7 +38,7 @@ def test_each_notebook_has_tests_and_scripts_have_those_that_are_left():
 def test_each_file_of_tests_lies_in_the_folder_of_what_it_tests_and_has_a_name_of_its_own():
     packages = {file.parent.name for file in suite.ROOT.glob("course_lib/*/__init__.py")}
     folders = {str(file.parent.relative_to(suite.TESTS)) for file in suite.TESTS.rglob("test_*.py")}
-    assert folders == packages | {"kit", "scripts", "benchmarks", "examples"}
+    assert folders == packages | {"kit", "figures", "scripts", "benchmarks", "examples"}
     names = [
         file.stem
         for place in ("tests/*", "scripts", "benchmarks", "examples")
