@@ -202,24 +202,37 @@ def makers_of_widgets() -> set[str]:
     found = set()
     for path in (ROOT / "course_kit/widgets").glob("*.py"):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            public = isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
-            lines = node.body if public else ()
-            if any(isinstance(line, ast.Import) and line.names[0].name == "ipywidgets" for line in lines):
-                found.add(node.name)
+            if isinstance(node, ast.FunctionDef):
+                imports = (line for line in node.body if isinstance(line, ast.Import))
+                returned = ast.unparse(node.returns) if node.returns else ""
+                if returned.endswith("VBox") or any(line.names[0].name == "ipywidgets" for line in imports):
+                    found.add(node.name)
     return found
 
 
+def up_to_widget(source: str, makers: set[str]) -> str | None:
+    """A cell's source up to the widget that it shows, itself or by `display`; None if it shows none."""
+    body = ast.parse(source).body if any(name in source for name in makers) else []
+    for number in reversed(range(len(body))):
+        call = getattr(body[number], "value", None)
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "display":
+            call = call.args[0]
+        if isinstance(call, ast.Call) and ast.unparse(call.func).rpartition(".")[2] in makers:
+            return ast.unparse(ast.Module([*body[:number], ast.Expr(call)], []))
+    return None
+
+
 def widgets() -> dict[str, list[str]]:
-    """The cells of the notebooks that end in a widget, by name: their sources, those that they need first."""
+    """The cells of the notebooks that show a widget, by name: their sources, those that they need first."""
     found, makers = {}, makers_of_widgets()
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
         sources = [cell.source for cell in cells]
         for number, source in enumerate(sources):
-            last = source.rstrip().rpartition("\n")[2].partition("(")[0]
-            if last.startswith("ipywidgets.") or last in makers:
-                needed = needed_cells(sources, number, {})
-                found[f"{path.stem} {cells[number].id}"] = [sources[one] for one in sorted(needed)]
+            if shows := up_to_widget(source, makers):
+                first = sorted(needed_cells(sources, number, {}) - {number})
+                found[f"{path.stem} {cells[number].id}"] = [*(sources[one] for one in first), shows]
+            assert shows or not source.startswith("# Widget:"), f"{path.name} {cells[number].id}: where is the widget?"
     return found
 
 
