@@ -13,7 +13,7 @@ from functools import cache
 from types import CodeType
 
 LOADS, STORES = ("LOAD_NAME", "LOAD_GLOBAL"), ("STORE_NAME", "STORE_GLOBAL")
-DRAWS = {"plt"}  # a figure that is shown or saved changes nothing that a check could need
+DRAWS = "figures", "widgets"  # how the names of modules that draw end: they change nothing that a check could need
 
 
 def compiled(source: str) -> CodeType | None:
@@ -90,7 +90,7 @@ def changed_names(source: str) -> set[str]:
 
     if compiled(source):
         visit(ast.parse(source))
-    return found - DRAWS
+    return {name for name in found if not name.endswith(DRAWS)}
 
 
 def needed_cells(sources: list[str], check: int, variants: dict[int, list[str]]) -> set[int]:
