@@ -59,8 +59,8 @@ test: .venv/installed-test ## set up and run what CI runs: lint, the export chec
 		$(if $(K),--concerning $(K)) tests notebooks || status=1; \
 	exit $$status
 
-nightly: .venv/installed-test ## run every notebook as a learner gets it: only checks and blank values may fail
-	@OMP_NUM_THREADS=1 $(RUN) -m pytest -m nightly tests/scripts/test_blank_notebooks.py
+nightly: .venv/installed-test ## run what takes minutes: blank notebooks, all GPU jobs on the CPU, all compiled configurations
+	@OMP_NUM_THREADS=1 $(RUN) -m pytest -m nightly tests
 
 lint: .venv/installed-test ## check style, format, types, layers and exports, in notebooks too
 	@status=0; \

@@ -142,6 +142,7 @@ def rows_of(everything, start: str, table: str) -> list[dict]:
     return [row for row in found if row["table"] == table]
 
 
+@pytest.mark.nightly
 def test_all_jobs_run_on_a_cpu(everything):
     skipped = {name for name, job in everything.items() if job["outcome"] == "skipped"}
     assert {job["outcome"] for job in everything.values()} <= {"passed", "skipped"}
@@ -155,6 +156,7 @@ def test_all_jobs_run_on_a_cpu(everything):
     assert pairs.keys() == {"FP8, blocks against kernels", "kernels against itself"} and min(pairs.values()) > 0
 
 
+@pytest.mark.nightly
 def test_every_kernel_runs_agrees_and_gets_a_row(everything):
     rows = rows_of(everything, "kernels: ", "rows")
     assert {row["kernel"] for row in rows} == {
@@ -169,6 +171,7 @@ def test_every_kernel_runs_agrees_and_gets_a_row(everything):
     assert peak["mib"].keys() >= {"ours", "eager"}
 
 
+@pytest.mark.nightly
 def test_every_attention_runs_agrees_and_gets_rows(everything):
     rows = rows_of(everything, "attention: ", "rows")
     kinds = ("attention", "attention, 2/1", "attention, documents")
@@ -188,6 +191,7 @@ def test_every_attention_runs_agrees_and_gets_rows(everything):
     assert max(rung["errors"].values()) < 1e-5 and rung["pass"] == "forward"
 
 
+@pytest.mark.nightly
 def test_every_product_runs_agrees_and_gets_a_row(everything):
     """Ours are right to float32's rounding; who quantizes otherwise, or not, is some percent away."""
     rows = rows_of(everything, "fp8: ", "products")
@@ -201,12 +205,14 @@ def test_every_product_runs_agrees_and_gets_a_row(everything):
         assert (row["errors"]["scaled_mm"] > 0.01) == (row["kernel"] != "product, tensor")  # a scale a matrix on CPUs
 
 
+@pytest.mark.nightly
 def test_every_cast_is_that_of_pytorch_to_the_bit(everything):
     rows = rows_of(everything, "fp8: ", "casts")
     assert len(rows) == 10
     assert all(row["errors"] == {"ours": 0.0, "eager": 0.0} and row["unit"] == "GB/s" for row in rows)
 
 
+@pytest.mark.nightly
 def test_every_layer_runs_and_is_near_bf16s(everything):
     rows = rows_of(everything, "fp8: ", "layers")
     assert [row["pass"] for row in rows] == ["forward", "backward", "forward and backward", "peak"]
@@ -216,6 +222,7 @@ def test_every_layer_runs_and_is_near_bf16s(everything):
         assert all(0.01 < row["errors"][column] < 0.1 for column in there - {"BF16"})
 
 
+@pytest.mark.nightly
 def test_figures_are_written_with_what_misses_its_aim(everything, monkeypatch):
     """From rows of this run, as if a GPU had made them."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))

@@ -165,12 +165,14 @@ def test_on_blackwell_products_are_tcgen05s_and_a_configuration_is_too_large():
         compile_launches(large, 100)
 
 
+@pytest.mark.nightly
 def test_every_configuration_is_here_in_its_most_frequent_use(rows):
     found = {(row.launch.name, row.blocks) for row in rows if row.use == Use(90, HALF, 128)}
     wide = [each for tried in TUNED.values() for each in wide_enough(tried, {"q": torch.zeros(0).half()})]
     assert len(found) == 1 + len(wide) and {name for name, _ in found} == PRODUCTS.keys()
 
 
+@pytest.mark.nightly
 def test_table(rows):
     """Registers and spilled bytes of a thread, shared bytes of a block, blocks of an SM."""
     print(f"\n{'':<22}{'block_q, block_k, warps':<24}{'':<30}registers spilled  shared blocks")
@@ -184,6 +186,7 @@ def test_table(rows):
 
 
 @pytest.mark.skipif(triton.__version__ < "3.7", reason="the bounds are the pinned Triton's")
+@pytest.mark.nightly
 def test_registers_without_spills(rows):
     """float32 apart: its products are not for tensor cores, and thousands of multiply-adds."""
     for row in rows:
@@ -193,11 +196,13 @@ def test_registers_without_spills(rows):
             assert row.made.spilled_bytes <= most, (str(row), row.made.spilled_bytes)
 
 
+@pytest.mark.nightly
 def test_blocks_fit_on_the_gpu(rows):
     for row in rows:
         assert row.blocks_per_sm > 0, (str(row), row.made.shared_bytes)
 
 
+@pytest.mark.nightly
 def test_loads_and_stores_of_tiles_are_16_bytes_wide(rows):
     for row in rows:
         tiles = [access for access in row.made.accesses if len(access.shape) == 2]
@@ -206,6 +211,7 @@ def test_loads_and_stores_of_tiles_are_16_bytes_wide(rows):
         assert tiles and {access.bytes_per_thread for access in tiles} == {WIDEST}, str(row)
 
 
+@pytest.mark.nightly
 def test_products_are_on_the_tensor_cores_and_do_not_wait_for_each_other(rows):
     """Each is there once: one loop, not one with a mask and one without. On the H100 they are those of warp groups; in
     float32, which is not cut to TF32, they are multiply-adds.
@@ -225,6 +231,7 @@ def splits(made: Compiled) -> set[str]:
     return set(re.findall(r"nvidia_mma<{.*?warpsPerCTA = (\[\d+, \d+\])", made.ttgir))
 
 
+@pytest.mark.nightly
 def test_warps_share_the_queries_and_not_the_keys(rows):
     """So that a row's maximum and sum are one warp's affair. On the A100 with BLOCK_Q >= head_dim, by Triton's rule."""
     forward = [row for row in rows if row.launch.name == "flash_forward_kernel" and row.use.dtype != torch.float32]
