@@ -177,11 +177,12 @@ class StorageTracker(TorchDispatchMode):
                 asked, held = (stats[f"{name}_bytes.all.current"] for name in ("requested", "reserved"))
                 self.timeline.allocator.append((allocation.born, asked, held))
 
-    def bury(self, key: int) -> None:
-        """Note that the storage is freed, or that the profile ends."""
-        if key in self.alive:
-            allocation, _ = self.alive.pop(key)
-            allocation.died, allocation.outlived_forward = self.now(), self.backwards > allocation.backwards
+    def bury(self, key: int, died: float | None = None) -> None:
+        """Note that the storage is freed, by default now. Other threads free storages too, such as gloo's."""
+        if found := self.alive.pop(key, None):
+            allocation, _ = found
+            allocation.died = self.now() if died is None else died
+            allocation.outlived_forward = self.backwards > allocation.backwards
 
 
 @contextlib.contextmanager
@@ -275,9 +276,7 @@ class MemoryProfile(MemoryTimeline):
     def __exit__(self, *error):
         self.context.close()
         for key in list(self.tracker.alive):
-            allocation = self.tracker.alive[key][0]
-            self.tracker.bury(key)
-            allocation.died = math.inf  # it lives on, unwatched
+            self.tracker.bury(key, math.inf)  # it lives on, unwatched
 
     def claim(self, tensors: Iterable[object], owner: str) -> None:
         """Count `tensors` as `owner`, one of CATEGORIES: for states that no torch optimizer holds."""

@@ -340,6 +340,24 @@ def test_resize_is_put_back_also_after_an_exception_and_from_within_another_prof
 # A profile changes nothing and keeps nothing.
 
 
+def test_a_storage_may_be_freed_by_another_thread_while_the_profile_ends():
+    """As gloo's threads free the tensors of a transfer: between any two lines."""
+
+    class FreedMeanwhile(dict):
+        def __iter__(self):
+            keys = list(super().__iter__())
+            del kept[:]
+            gc.collect()
+            return iter(keys)
+
+    kept = []
+    with MemoryProfile(nn.Linear(2, 2)) as profile:
+        kept.append(torch.ones(1000))
+        profile.tracker.alive = FreedMeanwhile(profile.tracker.alive)
+    freed = [allocation for allocation in profile.allocations if allocation.nbytes == 4000]
+    assert len(freed) == 1 and freed[0].died < math.inf
+
+
 def test_training_is_bitwise_the_same_inside_a_profile():
     plain, watched = training(), training()
     losses = [one_step(*plain) for _ in range(3)]

@@ -104,12 +104,12 @@ def second_moment_losses(losses: Mapping[float, Mapping[str, Sequence[float]]]) 
 
 @styled
 def spike_gaps(gaps: Mapping[str, Sequence[float]], spike: int = 4) -> Figure:
-    """Return the loss less BF16's by step after the switch to FP8, a line per kind of scales, and the spike."""
+    """Return the loss minus BF16's loss by step after the switch to FP8, a line per kind of scales, and the spike."""
     figure, ax = plt.subplots(figsize=(WIDTH, 3))
     ax.axvline(spike, color=LIGHT, linewidth=4, label="the spike")
     for (name, values), (color, style) in zip(gaps.items(), (RECIPES[1], RECIPES[0], RECIPES[2]), strict=True):
         ax.plot(values, color=color, linestyle=style, label=name, linewidth=2)
     ax.axhline(0, color="black", linewidth=0.8)
-    ax.set(xlabel="steps after the switch to FP8", ylabel="loss, less BF16's")
+    ax.set(xlabel="steps after the switch to FP8", ylabel="loss − BF16's loss")
     ax.legend()
     return figure
