@@ -179,8 +179,8 @@ class StorageTracker(TorchDispatchMode):
 
     def bury(self, key: int, died: float | None = None) -> None:
         """Note that the storage is freed, by default now. Other threads free storages too, such as gloo's."""
-        if found := self.alive.pop(key, None):
-            allocation, _ = found
+        if entry := self.alive.pop(key, None):
+            allocation, _ = entry
             allocation.died = self.now() if died is None else died
             allocation.outlived_forward = self.backwards > allocation.backwards
 
