@@ -116,6 +116,10 @@ rows * gates => rows + 0 * gates
 # %% 08.2 returns float32, whatever x is
 return out.to(x.dtype) => return out
 
+# %% 08.2 sums in the dtype of x
+torch.zeros_like(x, dtype=gates.dtype) => torch.zeros_like(x)
+rows * gates[token, e, None]) => (rows * gates[token, e, None]).to(x.dtype))
+
 # %% 08.3 fake: a loop over experts in a list comprehension
 def grouped_experts(experts, x, gates, choices):
     x, gate, up, down = experts.weights(x)
@@ -217,6 +221,9 @@ return AddByToken.apply(rows, token, len(x)).to(x.dtype)
 =>
 return torch.zeros_like(x, dtype=gates.dtype).index_add(0, token, rows).to(x.dtype)
 
+# %% 08.3 gates in the dtype of x
+row_gates[:, None] => row_gates[:, None].to(x.dtype)
+
 # %% 08.4 fake: all tokens through all experts, masked by their gates
 def batched_experts(experts, x, gates, slots):
     x, gate, up, down = experts.weights(x)
@@ -306,6 +313,9 @@ def batched_experts(experts, x, gates, slots):
     rows = rows @ down.transpose(-2, -1) * slot_gates[..., None]
     out = torch.zeros_like(x, dtype=gates.dtype).index_add(0, token.flatten(), rows.flatten(0, 1))
     return out
+
+# %% 08.4 gates in the dtype of x
+slot_gates[..., None] => slot_gates[..., None].to(x.dtype)
 
 # %% 08.5 values by the name within the block
 check_moe(model, experts, top_k, **routing) =>

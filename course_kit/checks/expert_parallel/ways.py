@@ -63,3 +63,16 @@ def judge_edges(function: Callable, number: int) -> None:
         assert gradient is not None and not gradient.any(), f"without tokens {name}'s gradient is zeros, not {gradient}"
     out = function(module.bfloat16(), x.bfloat16(), gates, 40)
     assert out.dtype == torch.bfloat16, f"x is bfloat16, gates are float32, out is {out.dtype}: it should be as x"
+    judge_sums(function, number or 6)
+
+
+def judge_sums(function: Callable, number: int) -> None:
+    """Judge that rows in bfloat16 are weighted and summed in float32, and rounded once: the rows are 256, 1, 1 and 1."""
+    module, x = some_experts(4, 8, 8).bfloat16(), torch.eye(8, dtype=torch.bfloat16)[[0, 0]]
+    with torch.no_grad():
+        module.gate_proj.weight[:], module.up_proj.weight[:] = 64, 1 / 64  # silu(64) is 64 in BF16
+        module.down_proj.weight[:] = torch.tensor([256, 1, 1, 1])[:, None, None] / 8  # 8: the width of the MLP
+    gates = torch.tensor([[1, 1, 1, 1], [1 + 2**-8, 1, 0, 0]])  # BF16 has no number between 1 and 1 + 2**-7
+    (many, *_), (one, *_) = function(module, x, gates, number).tolist()
+    assert many == 260, f"x in BF16: 256 + 1 + 1 + 1 is 260 when it is rounded once, not {many}: sum in float32"
+    assert one == 258, f"x in BF16: (1 + 2**-8) * 256 + 1 is 258, not {one}: multiply by the gates in float32"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import nn
 
@@ -69,6 +71,7 @@ def check() -> None:
     cases = {"two layers": (middle, torch.randn(2, 7, 32)), "several kinds of weights": (Several(), torch.randn(3, 8))}
     for name, (stage, x) in cases.items():
         check_halves(name, stage, x)
+    check_halves("BF16", copy.deepcopy(middle).bfloat16(), cases["two layers"][1].bfloat16())
     x = cases["two layers"][1]
     of_b, of_i, of_w = two_ways(middle, x).flops
     assert of_i == of_w == of_b // 2, f"two layers: I has {of_i} FLOPs and W {of_w}: half of B each"
@@ -98,6 +101,7 @@ def check_halves(name: str, stage: nn.Module, x: torch.Tensor) -> None:
             assert "unused" not in each or not fired[each], f"{name}: {each} is not used, and its hook fires"
         else:
             assert result[each] is not None, f"{name}: {each} has no gradient after W"
+            assert result[each].dtype == gradient.dtype, f"{name}: the gradient of {each} is {result[each].dtype}"
             assert relative_error(result[each], gradient) < 1e-6, f"{name}: the gradient of {each} is wrong"
             wrong = [hook for hook in (each, f"tensor hook of {each}") if each != "x" and fired[hook] != 1]
             times = fired[wrong[0]] if wrong else 1
