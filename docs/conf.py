@@ -57,7 +57,8 @@ html_last_updated_fmt = None
 html_theme_options = {
     "navbar_persistent": [],
     "show_navbar_depth": 1,
-    "show_toc_level": 2,
+    "show_toc_level": 1,
+    "max_navbar_depth": 1,
     "use_download_button": False,
     "use_fullscreen_button": False,
 }

@@ -9,12 +9,17 @@ LOG = logging.getLogger(__name__)
 
 
 def draw(as_block: bool):
-    """Write a formula's MathML. If the formula cannot be parsed, a warning names the page and the line."""
+    """Write a formula's MathML. If the formula cannot be parsed, a warning names the page and the line.
+
+    The theme lets the keyboard scroll a long formula, as it does for the class of its wide tables.
+    """
 
     def visit(translator, node) -> None:
         try:
             formula = tex2mathml(node.astext(), as_block=as_block)
-            translator.body.append(f'<div class="formula">{formula}</div>' if as_block else formula)
+            translator.body.append(
+                f'<div class="formula pst-scrollable-table-container">{formula}</div>' if as_block else formula
+            )
         except MathError as error:
             LOG.warning("%s In: %s", error, node.astext(), location=node)
         raise nodes.SkipNode

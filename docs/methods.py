@@ -7,6 +7,7 @@ word or two, what each method saves and costs.
 import csv
 from dataclasses import dataclass
 from html import escape
+from itertools import groupby
 from pathlib import Path
 
 from sphinx.errors import ExtensionError
@@ -37,6 +38,8 @@ COSTS = {
     "effort": "effort",
 }
 
+# The map's columns: mistakes and effort are those of hardly any technique on it.
+MAPPED = {word: title for word, title in (SAVES | COSTS).items() if word not in ("", "trouble", "effort")}
 
 # The drawing's columns. A method that shards all model states is listed there once.
 COLUMNS = {"weights, gradients, states": {"weights", "gradients", "states"}} | {
@@ -87,23 +90,23 @@ def methods(sheet: Path = SHEET, classes: Path = CLASSES) -> list[Method]:
 
 
 def course_map(listed: list[Method], root: str) -> str:
-    """Return a table with a row per technique and a mark for each thing that it saves or costs."""
-    costs = {word: title for word, title in COSTS.items() if word}
-    lines = ['<div class="course-map"><table>']
-    lines.append(f'<thead><tr><td></td><th colspan="{len(SAVES)}">saves</th><th colspan="{len(costs)}">costs</th></tr>')
-    titles = [*SAVES.values(), *costs.values()]
-    lines.append(f"<tr><td></td>{''.join(f'<th><span>{title}</span></th>' for title in titles)}</tr></thead><tbody>")
-    for method in listed:
-        if method.on_map:
-            marks = [mark("saves", SAVES[word], word in method.saves) for word in SAVES]
-            marks += [mark("costs", costs[word], word in method.costs) for word in costs]
-            lines.append(f"<tr><th>{method.link(root)}</th>{''.join(marks)}</tr>")
-    return "\n".join([*lines, "</tbody></table></div>"])
+    """Return a table with a row per technique, by chapter, and a mark for each thing that it saves or costs."""
+    titles = "".join(f'<th scope="col"><span>{title}</span></th>' for title in MAPPED.values())
+    lines = ['<div class="course-map"><table>', f'<thead><tr><td colspan="2"></td>{titles}</tr></thead>']
+    for chapter, group in groupby((method for method in listed if method.on_map), lambda method: method.chapter):
+        rows = []
+        for method in group:
+            cells = "".join(f"<td>{marks(method, word)}</td>" for word in MAPPED)
+            rows.append(f'<th scope="row">{method.link(root)}</th>{cells}</tr>')
+        rows[0] = f'<th rowspan="{len(rows)}" scope="rowgroup">{chapter}</th>{rows[0]}'
+        lines += ["<tbody>", *(f"<tr>{row}" for row in rows), "</tbody>"]
+    return "\n".join([*lines, "</table></div>"])
 
 
-def mark(kind: str, title: str, present: bool) -> str:
-    """Return a cell of the map."""
-    return f'<td class="{kind}"><i title="{kind} {title}"></i></td>' if present else "<td></td>"
+def marks(method: Method, word: str) -> str:
+    """Return the marks in a cell of the map."""
+    kinds = [kind for kind in ("saves", "costs") if word in getattr(method, kind)]
+    return "".join(f'<i class="{kind}" role="img" title="{kind} {MAPPED[word]}"></i>' for kind in kinds)
 
 
 def drawing(listed: list[Method], root: str) -> str:

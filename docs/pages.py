@@ -1,7 +1,9 @@
 """Content that Sphinx adds to pages when it reads or writes them. The source files do not change.
 
 A line `<!-- NAME -->` of a page is replaced by GENERATED's text for that name. The cheatsheet gets its drawing and a
-search field; a notebook's page links the first use of each glossary term to the glossary.
+search field; a notebook's page links the first use of each glossary term to the glossary. A figure has its title as its
+caption, and a picture links to its file. A phone shows tables of text as lists; for these, cells have their column's
+title.
 """
 
 import re
@@ -38,6 +40,10 @@ GENERATED = {
 }
 SEARCH = '<input type="search" id="method-search" placeholder="Search the methods" aria-label="Search the methods">'
 GLOSSARY = "docs/glossary"
+LANDING = "docs/index"
+STILL = "The controls need a running kernel. This picture shows how they begin. "
+SIGNATURE = re.compile(r"<dl>\s*(?:<dd>(?:(?!</?d[dlt]>).)*</dd>\s*)+</dl>", re.DOTALL)
+TITLED = re.compile("(Figure|Measured|Widget): ")
 # Text in these is left alone.
 NOT_LINKED = (nodes.title, nodes.reference, nodes.literal, nodes.literal_block, nodes.math, nodes.math_block, nodes.raw)
 
@@ -107,15 +113,53 @@ def link_words(app, doctree: nodes.document, docname: str) -> None:
             text.parent.replace(text, [*new_nodes, nodes.Text(text[end:])])
 
 
+def caption_pictures(app, doctree: nodes.document, docname: str) -> None:
+    """Put the title of a figure below it, and give each picture a width: Sphinx links those with one to their files."""
+    for number, image in enumerate(list(doctree.findall(nodes.image))):
+        image.setdefault("width", "100%")
+        if title := TITLED.match(image.get("alt", "")):
+            caption, figure = nodes.caption("", image["alt"]), nodes.figure(ids=[f"figure-{number}"])
+            if title[1] == "Widget":
+                start = f"{app.builder.get_relative_uri(docname, LANDING)}#start"
+                link = nodes.reference("", "Start the course", refuri=start, internal=True)
+                caption += [nodes.Text(f". {STILL}"), link, nodes.Text(", then run the cell.")]
+            image.replace_self(figure)
+            figure += [image, caption]
+
+
+def label_cells(app, doctree: nodes.document, docname: str) -> None:
+    """Put the title of its column into each cell of a table of text: those of two pages, and a notebook's first one."""
+    tables = list(doctree.findall(nodes.table)) if docname in (LANDING, "CHEATSHEET") else []
+    if docname.startswith("notebooks/"):
+        tables = list(doctree.findall(nodes.table))[:1]
+    for table in tables:
+        table["classes"].append("stacked")
+        head, *rows = table.findall(nodes.row)
+        for row in rows:
+            for title, cell in zip(head, row, strict=True):
+                if title.astext() and cell.astext():
+                    cell.insert(0, nodes.inline("", title.astext(), classes=["label"]))
+
+
 def parents(node: nodes.Node):
     while node.parent is not None:
         node = node.parent
         yield node
 
 
+def mend_signatures(app, pagename: str, templatename: str, context: dict, doctree) -> None:
+    """Replace the lists in which Sphinx writes the parameters of a long signature: without terms, they are no lists."""
+    if "body" in context:
+        context["body"] = SIGNATURE.sub(
+            lambda match: match[0].replace("dl>", "div>").replace("dd>", "div>"), context["body"]
+        )
+
+
 def setup(app) -> dict:
     app.connect("source-read", fill)
-    app.connect("doctree-resolved", link_words)
+    for change in (link_words, caption_pictures, label_cells):
+        app.connect("doctree-resolved", change)
+    app.connect("html-page-context", mend_signatures)
     app.add_css_file("pages.css")
     app.add_js_file("search_methods.js", loading_method="defer")
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,13 +1,15 @@
 """Transform a notebook's cells for the site when Sphinx reads them. The notebook files do not change.
 
-Each solution is collapsed behind a bar. A figure's text for screen readers is the first comment of its cell.
+Each solution is collapsed behind a bar. The first comment of a figure's cell becomes the figure's text for screen
+readers, of which pages.py makes the caption. The links to the notebooks before and after get one to all of them.
 """
 
 import json
 import re
 
 TAG = "hide-input"  # of a collapsed part
-FIGURE = re.compile(r"# (?:Figure|Measured|Widget): (.+)")
+FIGURE = re.compile(r"# ((?:Figure|Measured|Widget): .+?)(?:, about \d+ (?:s|min))?\n+")
+README, ALL = "(the README lists all)", "· [all notebooks](../docs/index.md#the-notebooks)"
 SOLUTION = re.compile(r"^[ ]*### BEGIN SOLUTION\n(.*?\n?)[ ]*### END SOLUTION\n?", re.DOTALL | re.MULTILINE)
 
 
@@ -22,7 +24,7 @@ def shown(cell: dict) -> list[dict]:
     """Return the cells that the site shows for one notebook cell."""
     source = "".join(cell["source"])
     if cell["cell_type"] == "markdown":
-        return [cell]
+        return [cell | {"source": source.replace(README, ALL)}]
     texts = SOLUTION.split(source)  # every second one is a solution
     if len(texts) > 1:
         parts = [cell | {"id": f"{cell['id']}-{i}", "source": text.rstrip()} for i, text in enumerate(texts)]
@@ -30,9 +32,10 @@ def shown(cell: dict) -> list[dict]:
         parts = [part for part in parts if part["source"]]
         parts[:-1] = [part | {"outputs": []} for part in parts[:-1]]
         return parts
-    if match := FIGURE.match(source.lstrip()):
-        described = {"mystnb": {"image": {"alt": match[1]}}}
-        return [cell | {"metadata": cell["metadata"] | described}]
+    drawn = any("image/png" in output.get("data", {}) for output in cell["outputs"])
+    if drawn and (match := FIGURE.match(source)):
+        described = cell["metadata"] | {"mystnb": {"image": {"alt": match[1]}}}
+        return [cell | {"source": source[match.end() :], "metadata": described}]
     return [cell]
 
 

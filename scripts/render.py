@@ -3,10 +3,9 @@
     python scripts/render.py notebooks/01_single_gpu.ipynb ...
 
 A notebook is replaced atomically after its last cell has run; if it fails, it does not change. It is cleaned
-(clean.py). Not saved: widget views, which are error messages without a kernel (so each widget has a static figure next
-to it), warnings that name files of this machine, and the remains of a long cell's progress bar. Pictures have twice the
-screen's pixels, and 64 colors to make up for it. Text cells below an output that has changed are listed: read them
-again.
+(clean.py). Of a widget, its picture is saved: its view is an error message without a kernel. Not saved: warnings that
+name files of this machine, and the remains of a long cell's progress bar. Pictures have twice the screen's pixels, and
+64 colors to make up for it. Text cells below an output that has changed are listed: read them again.
 """
 
 import base64
@@ -91,9 +90,10 @@ def render(path: Path) -> list[str]:
         raise ExportError(f"{path}: cell {index + 1} ({notebook.cells[index].id}): {what.splitlines()[0]}") from None
     for cell in notebook.cells:
         if cell.cell_type == "code":
-            cell.outputs = [output for output in cell.outputs if is_stored(output)]
             for data in (output.data for output in cell.outputs if "image/png" in output.get("data", {})):
                 data["image/png"] = shrunk(data["image/png"])
+                data.pop(WIDGET, None)
+            cell.outputs = [output for output in cell.outputs if is_stored(output)]
     write_atomically(path, nbformat.writes(clean(notebook)) + "\n")
     return texts_to_read(before, notebook)
 

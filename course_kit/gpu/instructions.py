@@ -189,23 +189,21 @@ def instruction_table(compiled: dict[str, Compiled], gpu: GPU) -> str:
     kind; the instructions that a branch may skip; registers and spilled bytes per thread; the clocks of `loop_cycles`.
     """
     kinds = ("matmuls", "special", "float32", "maxima", "choices")
-    heads = [*kinds, "all", "skipped", "registers", "spills", "tensor", "special", "float32", "issued"]
+    heads = [*kinds, "all", "skipped", "regs", "spills", "tensor", "special", "float32", "issued"]
     wide = max(map(len, compiled))
-    rows = [
-        f"{'':<{wide}}{'instructions of a warp per iteration':>63}{'per thread':>20}{'SM clocks per iteration':>36}",
-        " " * wide
-        + "".join(f"{head:>9}" for head in heads[:7])
-        + "".join(f"{head:>10}" for head in heads[7:9])
-        + "".join(f"{head:>9}" for head in heads[9:]),
-    ]
+    widths = [max(len(head), len("1,024")) + 1 for head in heads]
+
+    def row(name: str, cells: list) -> str:
+        return f"{name:<{wide}}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+
+    groups = {"instructions of a warp per iteration": 7, "per thread": 2, "SM clocks per iteration": 4}
+    ends = [*itertools.accumulate(groups.values())]
+    titles = zip(groups, [0, *ends], ends, strict=False)
+    rows = [" " * wide + "".join(f"{title:>{sum(widths[a:b])}}" for title, a, b in titles), row("", heads)]
     for name, kernel in compiled.items():
         mix = main_loop(kernel)
         counts = [*(mix.always[kind] for kind in kinds), mix.always.total(), mix.sometimes.total()]
         clocks = loop_cycles(mix, gpu, kernel.num_warps).values()
-        rows.append(
-            f"{name:<{wide}}"
-            + "".join(f"{count:>9,}" for count in counts)
-            + f"{kernel.registers:>10}{kernel.spilled_bytes:>10}"
-            + "".join(f"{clock:>9,.0f}" for clock in clocks)
-        )
+        cells = [*counts, kernel.registers, kernel.spilled_bytes, *clocks]
+        rows.append(row(name, [f"{cell:,.0f}" for cell in cells]))
     return "\n".join(rows)

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 
 from course_kit.figures import best_config as figures
 from course_kit.planning.best_layouts import best_layouts
-from course_kit.widgets.redrawn import png
+from course_kit.widgets.redrawn import Drawing, png
 from course_lib.best_config.answer import answer
 from course_lib.best_config.answer_text import as_text
 from course_lib.best_config.clusters import CLUSTERS
@@ -95,7 +95,7 @@ def show(image: ipywidgets.Image, draw: Callable[[], Picture]) -> str:
     return ""
 
 
-def planner() -> ipywidgets.VBox:
+def planner() -> Drawing:
     """Return a widget: the best layouts for a choice of model, cluster, number of nodes, batch and length, with the
     answer of `python -m course_lib.best_config`, and the best MFU of the model's family from 1 to 2,048 nodes.
 
@@ -135,4 +135,4 @@ def planner() -> ipywidgets.VBox:
         control.observe(update, "value")
     update()
     columns = list(controls.values())
-    return w.VBox([w.HBox([w.VBox(columns[:3]), w.VBox(columns[3:])]), message, *shown])
+    return Drawing([w.HBox([w.VBox(columns[:3]), w.VBox(columns[3:])]), message, *shown])

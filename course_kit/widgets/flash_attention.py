@@ -8,10 +8,10 @@ import ipywidgets as w
 
 from course_kit.figures.flash_attention import walk_step
 from course_kit.labs.tile_walk import WalkStep
-from course_kit.widgets.redrawn import redrawn
+from course_kit.widgets.redrawn import Drawing, redrawn
 
 
-def walk_slider(steps: Sequence[WalkStep]) -> w.VBox:
+def walk_slider(steps: Sequence[WalkStep]) -> Drawing:
     """Return `walk_step` of the step that a slider selects and a play button advances.
 
     Raises ValueError if there is no step.
@@ -22,4 +22,4 @@ def walk_slider(steps: Sequence[WalkStep]) -> w.VBox:
     play = w.Play(value=1, min=1, max=len(steps), interval=1000)
     w.jslink((play, "value"), (slider, "value"))
     walk = redrawn(lambda tile: walk_step(steps, tile), tile=slider)
-    return w.VBox([w.HBox([play]), *walk.children])
+    return Drawing([w.HBox([play]), *walk.children])

@@ -3,10 +3,10 @@
 import html
 
 from course_kit.figures.mixed_precision.formats import bits, number_in_text
-from course_kit.widgets.redrawn import png
+from course_kit.widgets.redrawn import Drawing, png
 
 
-def format_explorer():
+def format_explorer() -> Drawing:
     """Return a widget: the bits of the typed number; other text gets a message, and the picture stays."""
     import ipywidgets as w
 
@@ -25,4 +25,4 @@ def format_explorer():
 
     text.observe(draw, "value")
     draw()
-    return w.VBox([w.HBox([text, remark_line]), picture])
+    return Drawing([w.HBox([text, remark_line]), picture])

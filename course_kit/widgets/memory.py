@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from course_kit.figures.single_gpu import memory_budget
-from course_kit.widgets.redrawn import png
+from course_kit.widgets.redrawn import Drawing, png
 from course_lib.single_gpu import memory
 from course_lib.single_gpu.memory import POLICIES, param_count
 from course_lib.single_gpu.model import PRESETS, ModelConfig
@@ -65,7 +65,7 @@ def _calculator_controls():
     return controls
 
 
-def memory_calculator(training_bytes: Callable[..., dict[str, float]] = memory.training_bytes):
+def memory_calculator(training_bytes: Callable[..., dict[str, float]] = memory.training_bytes) -> Drawing:
     """Return a widget: the memory of one GPU for a choice of model, batch, sequence, precision and recomputation,
     redrawn while a slider moves. training_bytes: the formulas, as in notebook 01.
     """
@@ -104,4 +104,4 @@ def memory_calculator(training_bytes: Callable[..., dict[str, float]] = memory.t
         control.observe(draw, "value")
     draw()
     columns = list(controls.values())
-    return w.VBox([w.HBox([w.VBox(columns[:5]), w.VBox(columns[5:])]), picture, summary])
+    return Drawing([w.HBox([w.VBox(columns[:5]), w.VBox(columns[5:])]), picture, summary])

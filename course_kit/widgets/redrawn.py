@@ -5,6 +5,7 @@ redrawn(stages, gpus=SelectionSlider(options=[1, 2, 4, 8]), policy=Dropdown(opti
 
 from __future__ import annotations
 
+import base64
 import io
 from collections.abc import Callable
 
@@ -21,7 +22,17 @@ def png(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def redrawn(draw: Callable[..., Figure], per_row: int = 3, **controls: ipywidgets.Widget) -> ipywidgets.VBox:
+class Drawing(ipywidgets.VBox):
+    """Controls and a picture. A notebook that is read without a kernel shows the picture."""
+
+    def _repr_mimebundle_(self, **kwargs) -> tuple[dict, dict]:
+        """Return the widget's output with the picture in it, for a viewer that shows no widget."""
+        image = next(child for child in self.children if isinstance(child, ipywidgets.Image))
+        still = {"image/png": base64.b64encode(image.value).decode()} if image.value else {}
+        return super()._repr_mimebundle_(**kwargs) | still, {kind: {"width": int(image.width)} for kind in still}
+
+
+def redrawn(draw: Callable[..., Figure], per_row: int = 3, **controls: ipywidgets.Widget) -> Drawing:
     """Return controls above the figure that `draw(**values)` returns for their values.
 
     `draw` must keep its axes fixed, so that what changes is seen to change. While it works, a line says so; if it
@@ -45,4 +56,4 @@ def redrawn(draw: Callable[..., Figure], per_row: int = 3, **controls: ipywidget
         control.observe(redraw, "value")
     widgets = list(controls.values())
     rows = [ipywidgets.HBox(widgets[i : i + per_row]) for i in range(0, len(widgets), per_row)]
-    return ipywidgets.VBox([*rows, line, image])
+    return Drawing([*rows, line, image])

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ipywidgets import SelectionSlider, VBox
+from ipywidgets import SelectionSlider
 
 from course_kit.figures.tensor_parallel import layer_on_the_clock
-from course_kit.widgets.redrawn import redrawn
+from course_kit.widgets.redrawn import Drawing, redrawn
 
 
-def layer_widget() -> VBox:
+def layer_widget() -> Drawing:
     """Return sliders of width, bandwidth and tp above a layer's matmuls and all-reduces."""
     speeds = [12, 25, 50, 100, 200, 300, 362, 436, 900]
     return redrawn(

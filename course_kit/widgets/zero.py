@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from ipywidgets import Dropdown, IntSlider, SelectionSlider, VBox
+from ipywidgets import Dropdown, IntSlider, SelectionSlider
 
 from course_kit.figures.zero import states_by_stage
-from course_kit.widgets.redrawn import redrawn
+from course_kit.widgets.redrawn import Drawing, redrawn
 from course_lib.single_gpu.memory import POLICIES
 from course_lib.single_gpu.model import PRESETS
 
 
-def states_widget() -> VBox:
+def states_widget() -> Drawing:
     """Return controls of model, GPUs, precision and GPU memory above the memory of each stage."""
     return redrawn(
         states_by_stage,

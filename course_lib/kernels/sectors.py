@@ -109,7 +109,6 @@ class Transactions:
         rows = [f"{'':<6}{'requests':>9}{'sectors':>9}{'a request':>10}{'lines':>7}{'of use':>8}  where"]
         for c in self.counts:
             each, use = c.sectors / max(c.requests, 1), c.bytes / max(SECTOR_BYTES * c.sectors, 1)
-            rows.append(
-                f"{c.kind:<6}{c.requests:>9,}{c.sectors:>9,}{each:>10.1f}{c.lines:>7,}{use:>8.0%}  {c.location}"
-            )
+            where = c.location if len(c.location) < 68 else f"{c.location[:66]}…"
+            rows.append(f"{c.kind:<6}{c.requests:>9,}{c.sectors:>9,}{each:>10.1f}{c.lines:>7,}{use:>8.0%}  {where}")
         return "\n".join(rows + [f"removed by the compiler: {offset}" for offset in sorted(self.removed)])

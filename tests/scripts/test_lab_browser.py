@@ -202,11 +202,8 @@ def makers_of_widgets() -> set[str]:
     found = set()
     for path in (ROOT / "course_kit/widgets").glob("*.py"):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.FunctionDef):
-                imports = (line for line in node.body if isinstance(line, ast.Import))
-                returned = ast.unparse(node.returns) if node.returns else ""
-                if returned.endswith("VBox") or any(line.names[0].name == "ipywidgets" for line in imports):
-                    found.add(node.name)
+            if isinstance(node, ast.FunctionDef) and node.returns and ast.unparse(node.returns) == "Drawing":
+                found.add(node.name)
     return found
 
 

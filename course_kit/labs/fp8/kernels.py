@@ -104,7 +104,7 @@ def print_gpu_results() -> None:
             if "ms" in row:
                 against = [f"{1 / ratio:.2f} of {column}" for column, ratio in row["ours_against"].items()]
                 name = f"{row['kernel']}, {row['size']}, {row['pass']}"
-                print(f"  {name:60s} {row['rate']:7,.0f} {row['unit']}", *against)
+                print(f"  {name:60s} {row['rate']:7,.0f} {row['unit']}\n     ", ", ".join(against))
             elif "way" in row:
                 print(f"  {row['way']:20s} {row['step_s']:.3f} s per step, MFU {row['mfu'] or 0:.0%}")
         for pair, timed in record.get("in turns", {}).items():
