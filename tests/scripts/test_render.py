@@ -18,6 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 CELLS = {
     "look": "import os\nprint('one')\nprint('two')",
     "widget": "import ipywidgets\nipywidgets.IntSlider()",
+    "drawing": "from matplotlib.figure import Figure\nfrom course_kit.widgets.redrawn import redrawn\n"
+    "redrawn(lambda x: Figure((1, 1), dpi=100), x=ipywidgets.IntSlider())",
     "object": "object()",
     "complaint": "import sys\nprint(f'Failed to load {sys.prefix}/lib/site-packages/a.so', file=sys.stderr)",
     "warning": "import sys\nprint('this is slow', file=sys.stderr)",
@@ -38,10 +40,12 @@ def render(folder: Path, **cells: str) -> tuple[Path, subprocess.CompletedProces
 def test_outputs_come_in_and_nothing_is_left_to_clean(tmp_path):
     path, run = render(tmp_path, **CELLS)
     assert run.returncode == 0, run.stderr
-    look, widget, thing, complaint, warning, _, long = cells = nbformat.read(path, as_version=4).cells
+    look, widget, drawing, thing, complaint, warning, _, long = cells = nbformat.read(path, as_version=4).cells
     assert [cell.id for cell in cells] == list(CELLS)
     assert complaint.outputs == [] and warning.outputs[0].text == "this is slow\n"
     assert [output.text for output in look.outputs] == ["one\ntwo\n"] and look.execution_count is None
+    assert [{*output.data} for output in drawing.outputs] == [{"image/png", "text/plain"}]
+    assert drawing.outputs[0].metadata["image/png"] == {"width": 100}
     assert widget.outputs == [] and thing.outputs[0].data["text/plain"] == "<object>"
     assert [output.text for output in long.outputs] == ["ready\n"]
     assert look.metadata == {}

@@ -2,6 +2,8 @@
 
 from shown_cells import TAG, shown
 
+PRINTED = {"text": "printed"}
+
 
 def code(source: str, *tags: str, kind="code", outputs=()) -> dict:
     return {"cell_type": kind, "id": "a", "source": source, "metadata": {"tags": [*tags]}, "outputs": [*outputs]}
@@ -21,12 +23,12 @@ def test_solutions_are_collapsed_apart_and_what_the_cell_printed_comes_last():
     cell = code(
         "def f(x):\n    ### BEGIN SOLUTION\n    a = 1\n\n    ### END SOLUTION\n    y = 2\n"
         "    ### BEGIN SOLUTION\n    b = 3\n    ### END SOLUTION\n",
-        outputs=["printed"],
+        outputs=[PRINTED],
     )
     parts = shown(cell)
     assert [part["source"] for part in parts] == ["def f(x):", "    a = 1", "    y = 2", "    b = 3"]
     assert [bar(part) for part in parts] == [None, "Solution", None, "Solution"]
-    assert [part["outputs"] for part in parts] == [[], [], [], ["printed"]]
+    assert [part["outputs"] for part in parts] == [[], [], [], [PRINTED]]
     assert len({part["id"] for part in parts}) == 4
 
 
@@ -38,11 +40,13 @@ def test_an_exercise_shows_its_directive_and_hides_its_solution():
     assert [bar(part) for part in parts] == [None, "Solution"]
 
 
+PICTURE = {"data": {"image/png": ""}}
+
+
 def test_a_figure_has_its_first_comment_for_screen_readers():
     for kind in ("Figure", "Measured", "Widget"):
-        (cell,) = shown(code(f"# {kind}: <b> & its bytes, about 12 s\nx = 1", "measurement"))
-        assert cell["metadata"] == {
-            "tags": ["measurement"],
-            "mystnb": {"image": {"alt": "<b> & its bytes, about 12 s"}},
-        }
-    assert shown(code("# Figures lie\nx = 1"))[0]["metadata"] == {"tags": []}
+        (cell,) = shown(code(f"# {kind}: <b> & its bytes, about 12 s\nx = 1", "measurement", outputs=[PICTURE]))
+        assert cell["source"] == "x = 1"
+        assert cell["metadata"] == {"tags": ["measurement"], "mystnb": {"image": {"alt": f"{kind}: <b> & its bytes"}}}
+    for cell in (code("# Figures lie\nx = 1", outputs=[PICTURE]), code("# Measured: x\nx = 1")):
+        assert shown(cell) == [cell]

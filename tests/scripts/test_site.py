@@ -2,7 +2,7 @@
 
 import functools
 import http.server
-import importlib
+import importlib.util
 import inspect
 import os
 import subprocess
@@ -16,6 +16,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
 from headless import browser, needs_browser
+from pages import STILL
 
 ROOT = Path(__file__).resolve().parents[2]
 REPOSITORY = "https://github.com/someone/course"
@@ -114,11 +115,37 @@ def test_no_page_has_a_broken_link_or_picture_or_an_error_or_is_too_wide_for_a_p
     WebDriverWait(driver, PATIENCE_S).until(lambda _: driver.current_url == f"{address}docs/index.html")
 
 
-FIGURE = "four tensors end to end in a flat buffer, cut into four equal shards"
+# The package is for Playwright; only the script is taken from it.
+AXE = Path(importlib.util.find_spec("axe_playwright_python").origin).with_name("axe.min.js")
+PAGES = ["docs/index", "notebooks/14_mixed_precision", "CHEATSHEET", "docs/reference/course_lib.zero"]
 
 
 @needs_browser
-def test_a_solution_is_behind_a_bar_and_a_figures_picture_has_its_title_as_text(reader):
+@pytest.mark.parametrize("screen", [PHONE, WIDE], ids=["phone", "wide"])
+def test_the_keyboard_and_a_screen_reader_find_no_serious_fault(reader, screen):
+    driver, address = reader
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+    wrong = []
+    for page in PAGES:
+        driver.get(f"{address}{page}.html")
+        driver.execute_script(AXE.read_text(encoding="utf-8"))
+        found = driver.execute_async_script("""
+            axe.run({resultTypes: ["violations"], preload: false}).then(result => arguments[0](result.violations));""")
+        wrong += [
+            f"{page}: {fault['id']}, {node['html'][:200]}"
+            for fault in found
+            if fault["impact"] in ("serious", "critical")
+            for node in fault["nodes"]
+        ]
+    driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    assert not wrong, "\n".join(wrong)
+
+
+FIGURE = "Figure: four tensors end to end in a flat buffer, cut into four equal shards"
+
+
+@needs_browser
+def test_a_solution_is_behind_a_bar_and_a_figure_has_its_title_and_links_to_its_picture(reader):
     driver, address = reader
     driver.get(f"{address}notebooks/05_zero.html")
     wait = WebDriverWait(driver, PATIENCE_S)
@@ -130,7 +157,16 @@ def test_a_solution_is_behind_a_bar_and_a_figures_picture_has_its_title_as_text(
     wait.until(lambda _: inside.is_displayed())
     assert "gb_of_stage = " in inside.text and bar.text == "Solution"
     assert "BEGIN SOLUTION" not in driver.page_source and "END SOLUTION" not in driver.page_source
-    assert FIGURE in [picture.get_attribute("alt") for picture in driver.find_elements(By.TAG_NAME, "img")]
+    figure = driver.find_element(By.XPATH, f"//figure[.//img[@alt='{FIGURE}']]")
+    assert figure.find_element(By.TAG_NAME, "figcaption").text.startswith(FIGURE)
+    source = figure.find_element(By.TAG_NAME, "img").get_attribute("src")
+    assert figure.find_element(By.CSS_SELECTOR, "a:has(img)").get_attribute("href") == source
+
+
+def test_each_widget_has_a_still_picture_and_a_note(site):
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        page = (site / f"notebooks/{path.stem}.html").read_text(encoding="utf-8")
+        assert page.count(STILL) == path.read_text(encoding="utf-8").count('"# Widget: '), path.stem
 
 
 @needs_browser
