@@ -59,6 +59,7 @@ html_theme_options = {
     "show_navbar_depth": 1,
     "show_toc_level": 1,
     "max_navbar_depth": 1,
+    "back_to_top_button": False,
     "use_download_button": False,
     "use_fullscreen_button": False,
 }
