@@ -9,6 +9,7 @@ import ast
 import contextlib
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -169,9 +170,13 @@ def learner(tmp_path_factory):
 
 @needs_browser
 def test_from_the_welcome_page_to_a_slider_that_moves_the_picture(learner):
-    driver, _, wait, run_all = learner
+    driver, workbook, wait, run_all = learner
     wait.until(lambda _: shown(driver, ".jp-MarkdownViewer a[href*='01_single_gpu.ipynb']")).click()
     run_all()
+    contents = wait.until(lambda _: shown(driver, ".jp-TableOfContents"))
+    wait.until(lambda _: "Exercise 01.1" in contents.text)
+    log = (workbook.parents[1] / "server.log").read_text()
+    assert not re.search(r"^\[[IW] |WARNING", log.partition("To access the server")[0], re.MULTILINE), log
     wait.until(lambda _: scrolled_to(driver, "img.widget-image"))
     assert not driver.find_elements(By.CSS_SELECTOR, ".jp-Dialog, .Toastify__toast"), "news, or a question"
     before = picture(driver)
