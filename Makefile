@@ -11,7 +11,7 @@ NBGRADER = --ServerApp.jpserver_extensions=nbgrader.server_extensions
 # One worker more than there are cores, at most 8: while some wait for processes, others work.
 WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 8 ? cores + 1 : 8)))
 
-.PHONY: help own-venv lab doctor test nightly lint export workbook render bench gpu gpu-record bench-planner solution progress cheatsheet site course
+.PHONY: help own-venv lab doctor test nightly lint export workbook render bench gpu gpu-record bench-planner solution progress cheatsheet site course address
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' Makefile
@@ -111,3 +111,6 @@ site: .venv/installed-site ## build the site: build/site/index.html
 
 course: .venv/installed-lab ## for teachers: write an nbgrader course of all notebooks; your changes and submissions are kept (OUT=course)
 	@$(RUN) scripts/make_course.py "$(or $(OUT),course)"
+
+address: .venv/installed-lab ## write where the course is published to all files that link to it: make address REPOSITORY=https://github.com/you/course
+	@$(RUN) scripts/address.py "$(REPOSITORY)"
