@@ -1,10 +1,11 @@
-"""The blank notebooks for Colab and Binder, and the address that they and other files take from pyproject.toml."""
+"""What is published: blank notebooks for Colab and Binder, the repository's address, the version."""
 
 import json
 import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import address
@@ -94,3 +95,10 @@ def test_address_replaces_it_everywhere_and_refuses_what_is_none(tmp_path, monke
     assert (tmp_path / "page.md").read_text() == text
     assert address.address() == "https://github.com/the-second/my.course"
     assert Path(tmp_path / "other.md").read_text() == "https://github.com/one/other\n"
+
+
+def test_the_newest_version_of_the_changelog_is_that_of_the_package_and_of_the_citation():
+    version, date = re.search(r"^## ([\d.]+) \((.+)\)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE).groups()
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == version
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"version: {version}\ndate-released: {date}\n" in citation
