@@ -7,11 +7,11 @@ unexport PYTHONDONTWRITEBYTECODE
 RUN := PATH="$$PWD/.venv/bin:$$PATH" .venv/bin/python
 # All notebooks, or the notebooks whose names start with NB: make render NB=01
 NOTEBOOKS = notebooks/$(NB)*.ipynb
-WELCOME = 00_welcome.md
+NBGRADER = --ServerApp.jpserver_extensions=nbgrader.server_extensions
 # One worker more than there are cores, at most 8: while some wait for processes, others work.
 WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 8 ? cores + 1 : 8)))
 
-.PHONY: help own-venv lab doctor test nightly lint export workbook render bench gpu gpu-record bench-planner solution progress cheatsheet site course
+.PHONY: help own-venv lab doctor test nightly lint export workbook render bench gpu gpu-record bench-planner solution progress cheatsheet site course address
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' Makefile
@@ -32,13 +32,14 @@ own-venv:
 
 # Jupyter refuses to run as root unless it is allowed to. Containers on rented GPUs run as root; since the server keeps its
 # token and listens only to this machine, we allow it. scripts/lab/ has this server's defaults: no news, no nbgrader menus.
-# A learner's own settings override them. The first start opens the welcome page.
+# A learner's own settings override them. The workspace, in workbook/.lab, starts with the welcome page and the contents.
 lab: .venv/installed-lab ## set up and open JupyterLab on workbook/ (PYTHON=python3.12, CPU=1, LAB_ARGS="--no-browser --port 8899")
-	@first=$$([ -e workbook/$(WELCOME) ] || echo --LabApp.default_url=/lab/tree/$(WELCOME)); \
-	$(RUN) scripts/make_workbook.py --missing && \
+	@$(RUN) scripts/make_workbook.py --missing && \
 	echo "Opening JupyterLab on workbook/, in some seconds. Ctrl-C twice ends it." && \
-	$(RUN) -m jupyterlab --ServerApp.root_dir=workbook --LabApp.app_settings_dir="$$PWD/scripts/lab" --log-level=ERROR \
-		$$first $$([ "$$(id -u)" != 0 ] || echo --allow-root) $(LAB_ARGS)
+	$(RUN) -m jupyterlab --ServerApp.root_dir=workbook --LabApp.app_settings_dir="$$PWD/scripts/lab" \
+		--LabApp.workspaces_dir="$$PWD/workbook/.lab" --log-level=ERROR --LabApp.log_level=ERROR \
+		$(foreach name,formgrader validate_assignment assignment_list course_list,$(NBGRADER).$(name)=False) \
+		$$([ "$$(id -u)" != 0 ] || echo --allow-root) $(LAB_ARGS)
 
 # Before the environment exists, any Python 3 works.
 doctor: ## report what this machine has, what will not work here, and why
@@ -110,3 +111,6 @@ site: .venv/installed-site ## build the site: build/site/index.html
 
 course: .venv/installed-lab ## for teachers: write an nbgrader course of all notebooks; your changes and submissions are kept (OUT=course)
 	@$(RUN) scripts/make_course.py "$(or $(OUT),course)"
+
+address: .venv/installed-lab ## write where the course is published to all files that link to it: make address REPOSITORY=https://github.com/you/course
+	@$(RUN) scripts/address.py "$(REPOSITORY)"

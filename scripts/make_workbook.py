@@ -13,7 +13,8 @@ together: after a kill, a restored old copy, or a browser tab that saves over an
 from the right blank. If the course's exercises take a new shape, an update carries over the learner's answers
 (reshape.py).
 
-scripts/lab/welcome.md goes to `workbook/00_welcome.md`, and is replaced unless the learner has changed it.
+scripts/lab/welcome.md goes to `workbook/00_welcome.md`, and is replaced unless the learner has changed it. JupyterLab's
+first layout, scripts/lab/workspace.json, goes to `workbook/.lab/`, where JupyterLab keeps the learner's from then on.
 
 nbdime merges only the metadata. Its merge of cells (use-local), on 1000 random pairs of edits, lost a learner's cell in
 9 of them, mixed the lines of two versions in 9 and gave two cells one id in 26.
@@ -37,7 +38,9 @@ from export import NOTEBOOKS, ROOT, ExportError, read_notebook, write_atomically
 from reshape import has_old_shape, is_value, reshape
 
 WORKBOOK = ROOT / "workbook"
-WELCOME = ROOT / "scripts" / "lab" / "welcome.md"
+LAB = ROOT / "scripts" / "lab"
+WELCOME = LAB / "welcome.md"
+LAYOUT = ".lab/default-37a8.jupyterlab-workspace"  # the file where JupyterLab keeps its default workspace
 IMPORT = re.compile(r"\s*from course_(?:lib|kit)[\w.]* import (.+)")
 GOES_ON = "raises-exception"
 OLDER = "of an older course, and does not fit the library any more: 'make workbook' updates it, and keeps your work"
@@ -422,6 +425,9 @@ def main(argv: list[str] | None = None) -> int:
         page = hand_out_page(WELCOME, WORKBOOK / "00_welcome.md", only_missing=bool(argv))
         for line in itertools.chain(lines, page):
             print(line, flush=True)
+        if not (WORKBOOK / LAYOUT).exists():
+            (WORKBOOK / LAYOUT).parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(WORKBOOK / LAYOUT, (LAB / "workspace.json").read_text(encoding="utf-8"))
     except ExportError as error:
         print(f"workbook: {error}", file=sys.stderr)
         return 2

@@ -8,16 +8,12 @@ Needs Debian's chromium and chromium-driver, or Chrome and its driver; CI has th
 import ast
 import contextlib
 import json
-import os
-import shutil
+import re
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import nbformat
-import psutil
 import pytest
 from selenium.common.exceptions import TimeoutException, WebDriverException
 from selenium.webdriver.common.action_chains import ActionChains
@@ -26,76 +22,11 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
 import make_workbook
-from headless import browser, needs_browser
+from headless import PATIENCE_S, browser, lab, needs_browser, no_process_stays
 from needed_cells import needed_cells
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_S = 300  # a deadline for what hangs: both tests take a fifth of it
 DRAG_S = 10  # until the slider is dragged once more
-
-
-def started(folder: Path) -> set[psutil.Process]:
-    """The processes below this one, and those that left it but name `folder` in their command."""
-    found = set(psutil.Process().children(recursive=True))
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if str(folder) in " ".join(process.cmdline()):
-                found.add(process)
-    return found
-
-
-@contextlib.contextmanager
-def no_process_stays(folder: Path):
-    """End what was started inside: server, kernels, driver and browser, whether the test passed or not."""
-    before = started(folder)
-    try:
-        yield
-    finally:
-        processes = started(folder) - before
-        for process in processes:
-            with contextlib.suppress(psutil.Error):
-                process.terminate()
-        _, alive = psutil.wait_procs(processes, timeout=5)
-        for process in (started(folder) - before) | set(alive):
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-
-
-@contextlib.contextmanager
-def lab(folder: Path, port: int):
-    """`make lab` in a copy of the course whose set-up is done; yields the server's address and token."""
-    course = folder / "course"
-    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
-        course.mkdir(exist_ok=True)
-        shutil.copy(ROOT / name, course)
-    for name in ("scripts", "notebooks", "course_lib", "course_kit"):
-        shutil.copytree(ROOT / name, course / name, ignore=shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints"))
-    for name in ("data", "benchmarks"):
-        (course / name).symlink_to(ROOT / name)
-    python = course / ".venv/bin/python"
-    python.parent.mkdir(parents=True)
-    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
-    python.chmod(0o755)
-    (course / ".venv/installed-lab").touch()
-    jupyter = {name: str(folder / name.lower()) for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR")}
-    settings = Path(jupyter["JUPYTER_CONFIG_DIR"], "lab/user-settings/@jupyterlab/notebook-extension")
-    settings.mkdir(parents=True)
-    (settings / "tracker.jupyterlab-settings").write_text('{"windowingMode": "none"}')  # cells stay in the page
-    with open(folder / "server.log", "w") as log:
-        make = subprocess.Popen(
-            ["make", "lab", f"LAB_ARGS=--no-browser --port {port}"],
-            cwd=course,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **jupyter},
-        )
-        deadline = time.monotonic() + PATIENCE_S
-        while not (files := list(Path(jupyter["JUPYTER_RUNTIME_DIR"]).glob("jpserver-*.json"))):
-            assert make.poll() is None and time.monotonic() < deadline, (folder / "server.log").read_text()
-            time.sleep(0.2)
-        server = json.loads(files[0].read_text())
-        assert server["port"] == port and server["token"] and server["root_dir"] == str(course / "workbook")
-        yield server["url"], server["token"]
 
 
 def shown(driver, selector: str):
@@ -169,9 +100,13 @@ def learner(tmp_path_factory):
 
 @needs_browser
 def test_from_the_welcome_page_to_a_slider_that_moves_the_picture(learner):
-    driver, _, wait, run_all = learner
+    driver, workbook, wait, run_all = learner
     wait.until(lambda _: shown(driver, ".jp-MarkdownViewer a[href*='01_single_gpu.ipynb']")).click()
     run_all()
+    contents = wait.until(lambda _: shown(driver, ".jp-TableOfContents"))
+    wait.until(lambda _: "Exercise 01.1" in contents.text)
+    log = (workbook.parents[1] / "server.log").read_text()
+    assert not re.search(r"^\[[IW] |WARNING", log.partition("To access the server")[0], re.MULTILINE), log
     wait.until(lambda _: scrolled_to(driver, "img.widget-image"))
     assert not driver.find_elements(By.CSS_SELECTOR, ".jp-Dialog, .Toastify__toast"), "news, or a question"
     before = picture(driver)

@@ -64,6 +64,7 @@ CAPTION = re.compile(r"^\*(?:Measured|Counted) in this run\.\*$", re.MULTILINE) 
 MOST_CELLS, LONGEST = 110, 40  # lines of a cell that is no exercise
 MOST_LINES, MOST_LINES_OF = 700, {"07": 850, "09": 850, "10": 850}  # of code in a notebook, as the file has them
 MOST_LINES_IN_ALL = 9_500
+WIDEST = 88  # columns of code in a text cell: JupyterLab wraps longer lines
 # What draws is course_kit/figures, in one style: a notebook has no plotting code, color or resolution of its own.
 PLOTTING = re.compile(r"\b(?:plt|matplotlib|pyplot|seaborn|figsize|rcParams|savefig|dpi)\b|[\"']#[0-9A-Fa-f]{6}\b")
 
@@ -141,6 +142,26 @@ def lines_of(cells: list[dict]) -> int:
 def test_all_notebooks_together_are_short():
     notebooks = [[cell for cell in read_notebook(path)["cells"] if cell["cell_type"] == "code"] for path in PATHS]
     assert sum(map(lines_of, notebooks)) <= MOST_LINES_IN_ALL
+
+
+def wide_lines(text: str) -> list[str]:
+    """The lines of its fenced code that are too long."""
+    found, fenced = [], False
+    for line in text.splitlines():
+        if line.lstrip("> ").startswith("```"):
+            fenced = not fenced
+        elif fenced and len(line) > WIDEST:
+            found.append(line)
+    return found
+
+
+def test_code_in_a_text_cell_does_not_wrap(path):
+    wide = {
+        cell["id"]: wide_lines(cell["source"])
+        for cell in read_notebook(path)["cells"]
+        if cell["cell_type"] == "markdown"
+    }
+    assert not {name: lines for name, lines in wide.items() if lines}
 
 
 @pytest.mark.parametrize(

@@ -108,21 +108,55 @@ def test_installs_once_and_again_when_the_list_changes(course):
     def installs(*words):
         (course / "calls").write_text("")
         assert make(course, *words).returncode == 0
-        return [line for line in (course / "calls").read_text().splitlines() if "pip install" in line]
+        return [line for line in (course / "calls").read_text().splitlines() if " install" in line]
 
-    assert installs("lab") == ["-m pip install -c constraints.txt -e .[lab]"]
+    tool = "-m pip install -q --only-binary :all: -c constraints.txt uv"
+    by_uv = "-m uv pip install --python .venv/bin/python -c constraints.txt -e "
+    assert installs("lab") == [tool, f"{by_uv}.[lab]"]
     assert installs("lab") == []
-    assert installs("test") == ["-m pip install -c constraints.txt -e .[test]"]
+    assert installs("test") == [tool, f"{by_uv}.[test]"]
     assert installs("test") == installs("lab") == []
     os.utime(course / "constraints.txt", (4e9, 4e9))
-    assert installs("lab", "CPU=1") == [
-        "-m pip install -c constraints.txt -e .[lab] --extra-index-url https://download.pytorch.org/whl/cpu"
+    assert installs("lab", "CPU=1") == [tool, f"{by_uv}.[lab]"]
+
+
+@pytest.mark.parametrize("missing", ["*uv", "-m?uv*"], ids=["no uv", "uv fails"])
+def test_pip_installs_where_uv_does_not(course, missing):
+    text = f'case "$*" in {missing}) exit 1;; -c*) echo 3.12;; esac; echo "$@" >> calls'
+    program(course / ".venv/bin/python", text)
+    make(course, "lab")
+    make(course, "test", "CPU=1")
+    lines = (course / "calls").read_text().splitlines()
+    assert [line for line in lines if " -e " in line] == [
+        "-m pip install -c constraints.txt -e .[lab]",
+        "-m pip install -c constraints.txt -e .[test] --extra-index-url https://download.pytorch.org/whl/cpu",
     ]
+
+
+def test_uv_takes_packages_from_where_pip_is_told_to(course):
+    """PIP_INDEX_URL, which `make` sets, is of this machine and closed."""
+    uv = 'echo "$UV_DEFAULT_INDEX|$UV_INDEX|$UV_FIND_LINKS" > places'
+    program(
+        course / ".venv/bin/python",
+        f"""case "$*" in
+        -c*) echo 3.12;;
+        *list) exec {sys.executable} "$@";;
+        "-m uv"*) {uv};;
+        esac""",
+    )
+    settings = course / "pip.conf"
+    settings.write_text(
+        "[global]\nextra-index-url =\n  https://a.example/simple\n  https://b.example\nfind-links = /wheels\n"
+    )
+    make(course, "lab", "CPU=1", PIP_CONFIG_FILE=str(settings), PIP_FIND_LINKS="/mine /more")
+    index, more, links = (course / "places").read_text().strip().split("|")
+    assert index.startswith("http://127.0.0.1:") and links == "/mine,/more"
+    assert more.split() == ["https://a.example/simple", "https://b.example", "https://download.pytorch.org/whl/cpu"]
 
 
 def test_another_torch_than_the_pinned_one(course):
     """It brings its own Triton, and a NumPy that this one's interpreter knows; the other versions stay."""
-    program(course / ".venv/bin/python", 'case "$2$4" in import*) echo 3.12;; pip-c) cp "$5" pins;; esac')
+    program(course / ".venv/bin/python", 'case "$2$7" in import*) echo 3.12;; uv-c) cp "$8" pins;; esac')
     make(course, "lab", "TORCH=2.11.0")
     pins, pinned = ((course / name).read_text().splitlines() for name in ("pins", "constraints.txt"))
     assert set(pins) - set(pinned) == {"torch==2.11.0", "triton==3.6.*", "numpy<2.4"}

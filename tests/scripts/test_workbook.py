@@ -768,6 +768,16 @@ def test_the_welcome_page_is_updated_until_the_learner_changes_it(tmp_path):
     assert hand_out("four") == [] and page.read_text() == "three, and a note of mine"
 
 
+def test_the_first_layout_of_jupyterlab_is_handed_out_once(course, monkeypatch):
+    """JupyterLab opens it from there, and writes the learner's own layout to the same file."""
+    for name, folder in {"NOTEBOOKS": course.notebooks, "WORKBOOK": course.workbook}.items():
+        monkeypatch.setattr(make_workbook, name, folder)
+    layout = course.workbook / make_workbook.LAYOUT
+    assert make_workbook.main([]) == 0 and "00_welcome.md" in layout.read_text()
+    layout.write_text("mine")
+    assert make_workbook.main([]) == 0 and layout.read_text() == "mine"
+
+
 def test_what_the_welcome_page_names_is_there():
     page = make_workbook.WELCOME.read_text()
     links = re.findall(r"\]\((\S+\.ipynb)\)", page)

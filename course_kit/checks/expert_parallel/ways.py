@@ -67,7 +67,7 @@ def judge_edges(function: Callable, number: int) -> None:
 
 
 def judge_sums(function: Callable, number: int) -> None:
-    """Judge that rows in bfloat16 are weighted and summed in float32, and rounded once: the rows are 256, 1, 1 and 1."""
+    """Judge that bfloat16 rows are weighted and summed in float32, and rounded once: the rows are 256, 1, 1 and 1."""
     module, x = some_experts(4, 8, 8).bfloat16(), torch.eye(8, dtype=torch.bfloat16)[[0, 0]]
     with torch.no_grad():
         module.gate_proj.weight[:], module.up_proj.weight[:] = 64, 1 / 64  # silu(64) is 64 in BF16

@@ -100,9 +100,10 @@ def check_halves(name: str, stage: nn.Module, x: torch.Tensor) -> None:
             )
             assert "unused" not in each or not fired[each], f"{name}: {each} is not used, and its hook fires"
         else:
-            assert result[each] is not None, f"{name}: {each} has no gradient after W"
-            assert result[each].dtype == gradient.dtype, f"{name}: the gradient of {each} is {result[each].dtype}"
-            assert relative_error(result[each], gradient) < 1e-6, f"{name}: the gradient of {each} is wrong"
+            mine = result[each]
+            assert mine is not None, f"{name}: {each} has no gradient after W"
+            assert mine.dtype == gradient.dtype, f"{name}: the gradient of {each} is {mine.dtype}"
+            assert relative_error(mine, gradient) < 1e-6, f"{name}: the gradient of {each} is wrong"
             wrong = [hook for hook in (each, f"tensor hook of {each}") if each != "x" and fired[hook] != 1]
             times = fired[wrong[0]] if wrong else 1
             assert not wrong, f"{name}: the hook on {each} fired {times} times, not once"

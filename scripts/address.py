@@ -1,0 +1,46 @@
+"""Tell all files where the course is published: make address REPOSITORY=https://github.com/you/course
+
+The address stands in pyproject.toml. README.md, CITATION.cff and others link to it; this replaces it in all of them.
+"""
+
+import re
+import subprocess
+import sys
+import tomllib
+
+from export import ROOT, write_atomically
+
+PUBLISHED = re.compile(r"https://github\.com/([\w-]+)/([\w.-]+)")
+
+
+def address() -> str:
+    """Return the address of the course's repository."""
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]["Repository"]
+
+
+def forms(repository: str) -> list[str]:
+    """Return what links contain: the repository's address, its name with its owner's, and the address of its site."""
+    owner, name = PUBLISHED.fullmatch(repository).groups()
+    return [f"{owner}/{name}", f"{owner}.github.io/{name}"]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Replace the address in the files that git knows. Returns 0, or 2 after printing why not."""
+    argv = sys.argv[1:] if argv is None else argv
+    if len(argv) != 1 or not PUBLISHED.fullmatch(argv[0]):
+        print("usage: make address REPOSITORY=https://github.com/you/course", file=sys.stderr)
+        return 2
+    old, new = forms(address()), forms(argv[0])
+    words = [word for form in old for word in ("-e", form)]
+    found = subprocess.run(["git", "grep", "-lF", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    for name in found.stdout.splitlines():
+        text = (ROOT / name).read_text(encoding="utf-8")
+        for before, after in zip(old, new, strict=True):
+            text = text.replace(before, after)
+        write_atomically(ROOT / name, text)
+        print(name)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
