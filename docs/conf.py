@@ -7,9 +7,11 @@ from pathlib import Path
 DOCS = Path(__file__).parent
 sys.path[:0] = [str(DOCS), str(DOCS.parent), str(DOCS.parent / "scripts")]
 
-# Where the course is published, such as https://github.com/you/course. It is written nowhere else: a build on GitHub
-# knows it, and one without it has no launch buttons.
-REPOSITORY = os.environ.get("REPOSITORY", "")
+from address import address  # noqa: E402 -- below the line that finds it
+
+# Where the course is published: a build on GitHub knows it, others read it from pyproject.toml. Without an owner there
+# are no launch buttons.
+REPOSITORY = os.environ.get("REPOSITORY", "" if "/OWNER/" in address() else address())
 
 # Pages that show a program's help run it with this Python, at this width.
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])

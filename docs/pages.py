@@ -10,27 +10,21 @@ import re
 
 from docutils import nodes
 
+from blank_branch import BRANCH
 from measured import RESULTS, measured
 from methods import CLASSES, DOCS, SHEET, course_map, drawing, methods
 
-COLAB = """## In Colab
+COLAB = """## In Colab or Binder
 
-A button on each notebook's page opens it there. Colab fetches that one file, so this comes first, in a cell of its own:
-
-```text
-!git clone -q {repository} course && pip install -q -e course
-%cd course/notebooks
-import os, sys
-sys.path.insert(0, os.path.abspath(".."))
-```
+Each notebook's page has buttons that open it there, with blank exercises. Its first cell installs what is missing, and
+the text above that cell says what works differently.
 """
 
 
 def colab(app) -> str:
-    """Return the instructions for Colab if the URL of the course's repository is known."""
+    """Return what to know of the launch buttons, which there are if the URL of the course's repository is known."""
     app.env.note_reread()  # the page depends on no file for it
-    repository = app.config.html_theme_options.get("repository_url")
-    return COLAB.format(repository=repository) if repository else ""
+    return COLAB if app.config.html_theme_options.get("repository_url") else ""
 
 
 GENERATED = {
@@ -155,11 +149,21 @@ def mend_signatures(app, pagename: str, templatename: str, context: dict, doctre
         )
 
 
+def open_blanks(app, pagename: str, templatename: str, context: dict, doctree) -> None:
+    """Let the launch buttons open the blank notebook, on a branch of its own: scripts/blank_branch.py makes it."""
+    for group in context.get("header_buttons", []):
+        if group.get("label") == "launch-buttons":
+            for button in group["buttons"]:
+                url = re.sub(r"/main(?=/notebooks/|\?urlpath=)", f"/{BRANCH}", button["url"])
+                button["url"] = re.sub(r"(?<=/)notebooks(?=/\w+\.ipynb)", "workbook", url)
+
+
 def setup(app) -> dict:
     app.connect("source-read", fill)
     for change in (link_words, caption_pictures, label_cells):
         app.connect("doctree-resolved", change)
     app.connect("html-page-context", mend_signatures)
+    app.connect("html-page-context", open_blanks, priority=900)  # after the theme, which makes the buttons
     app.add_css_file("pages.css")
     app.add_js_file("search_methods.js", loading_method="defer")
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -199,9 +199,9 @@ def test_the_cheatsheets_field_shows_the_rows_that_hold_the_words(reader):
 
 def test_a_notebook_has_buttons_that_start_it_elsewhere(site):
     page = (site / "notebooks/05_zero.html").read_text(encoding="utf-8")
-    assert "https://mybinder.org/v2/gh/someone/course/main?urlpath=lab/tree/notebooks/05_zero.ipynb" in page
-    assert "https://colab.research.google.com/github/someone/course/blob/main/notebooks/05_zero.ipynb" in page
-    assert f"!git clone -q {REPOSITORY} course" in (site / "docs/index.html").read_text(encoding="utf-8")
+    assert "https://mybinder.org/v2/gh/someone/course/blank?urlpath=lab/tree/workbook/05_zero.ipynb" in page
+    assert "https://colab.research.google.com/github/someone/course/blob/blank/workbook/05_zero.ipynb" in page
+    assert 'id="in-colab-or-binder"' in (site / "docs/index.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("package", PACKAGES)
