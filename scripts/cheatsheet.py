@@ -15,9 +15,7 @@ PAGE = ROOT / "CHEATSHEET.md"
 COLUMNS = ["method", "saves", "costs", "formula", "use when", "limit"]
 HEAD = """# Cheatsheet
 
-Every method of the course on one page.
-
-<!-- `make cheatsheet` collects this page from the recaps of the notebooks: edit it there. -->
+Every method of the course on one page. <!-- `make cheatsheet` collects it from the recaps: edit them. -->
 
 """
 
