@@ -32,8 +32,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     old, new = forms(address()), forms(argv[0])
     words = [word for form in old for word in ("-e", form)]
-    found = subprocess.run(["git", "grep", "-lF", *words], cwd=ROOT, capture_output=True, text=True, check=False)
-    for name in found.stdout.splitlines():
+    listing = subprocess.run(["git", "grep", "-lF", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    for name in listing.stdout.splitlines():
         text = (ROOT / name).read_text(encoding="utf-8")
         for before, after in zip(old, new, strict=True):
             text = text.replace(before, after)

@@ -1,4 +1,4 @@
-"""Write the blank notebooks that can be opened where nobody has run `make lab`: in Colab and Binder.
+"""Write the blank notebooks that can be opened in Colab and Binder, without `make lab`.
 
     python scripts/blank_branch.py    # workbook/*.ipynb, each with a cell that installs the course in Colab
 
