@@ -34,7 +34,7 @@ GENERATED = {
 }
 SEARCH = '<input type="search" id="method-search" placeholder="Search the methods" aria-label="Search the methods">'
 GLOSSARY = "docs/glossary"
-LANDING = "docs/index"
+LANDING, FIELD = "docs/index", "docs/field"
 STILL = "The controls need a running kernel. This picture shows how they begin. "
 SIGNATURE = re.compile(r"<dl>\s*(?:<dd>(?:(?!</?d[dlt]>).)*</dd>\s*)+</dl>", re.DOTALL)
 TITLED = re.compile("(Figure|Measured|Widget): ")
@@ -122,8 +122,8 @@ def caption_pictures(app, doctree: nodes.document, docname: str) -> None:
 
 
 def label_cells(app, doctree: nodes.document, docname: str) -> None:
-    """Put the title of its column into each cell of a table of text: those of two pages, and a notebook's first one."""
-    tables = list(doctree.findall(nodes.table)) if docname in (LANDING, "CHEATSHEET") else []
+    """Put the title of its column into each cell of the tables of text: those of some pages, a notebook's first one."""
+    tables = list(doctree.findall(nodes.table)) if docname in (LANDING, FIELD, "CHEATSHEET") else []
     if docname.startswith("notebooks/"):
         tables = list(doctree.findall(nodes.table))[:1]
     for table in tables:
