@@ -432,7 +432,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"workbook: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"workbook: {error.strerror}: {error.filename}", file=sys.stderr)
+        print(f"workbook: {error.strerror}: {error.filename or WORKBOOK}", file=sys.stderr)
         return 2
     return 0
 

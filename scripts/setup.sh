@@ -30,14 +30,22 @@ check_version() {  # $1: a Python
 make_venv() {
     check_version "$PYTHON"
     rm -rf "$VENV"
-    begun=$VENV
+    begun="$VENV $([ -e llm_training_at_scale.egg-info ] || echo llm_training_at_scale.egg-info)"
     echo "Making $VENV with $("$PYTHON" --version)"
     "$PYTHON" -m venv "$VENV" >"$log" 2>&1 && return
     # Debian and Ubuntu ship Python without this part of the standard library.
-    if grep -q ensurepip "$log"; then
+    "$PYTHON" -c "import ensurepip" >/dev/null 2>&1 ||
         stop "this Python cannot make environments: run 'sudo apt install ${PYTHON##*/}-venv', then the same command again"
-    fi
+    stop_if_disk_is_full
     stop "$PYTHON -m venv failed: $(tail -n 1 "$log")"
+}
+
+stop_if_disk_is_full() {
+    local free
+    free=$(($(df -Pk . | awk 'NR == 2 {print $4}') / 1024))
+    if [ "$free" -lt 200 ] || grep -qE "No space left|os error 28" "$log"; then
+        stop "no space is left: the environment and the downloads in ~/.cache take up to 10 GB (a fifth with CPU=1), and this folder's disk has $free MB"
+    fi
 }
 
 pip() { "$VENV/bin/python" -m pip "$@"; }
@@ -46,23 +54,24 @@ configured() {  # $1: an option. What PIP_... or pip's files set it to; uv does 
     pip config list 2>/dev/null | sed -nE "s/^(:env:|global|install)\\.$1='(.*)'\$/\\2/p" | head -n 1 | sed 's/\\n/ /g'
 }
 
-install() {  # $1: the requirement
-    local pins=constraints.txt cpu="" links
-    if [ -n "${TORCH:-}" ]; then  # 2.11 with the Triton that its GPU wheels require; 3.6's interpreter fails with NumPy 2.4
-        pins=$log.pins
-        grep -vE "^(torch|torchao|triton|numpy|setuptools)==" constraints.txt >"$pins"
-        printf "torch==%s\nnumpy<2.4\n" "$TORCH" >>"$pins"
-        case $TORCH in 2.11 | 2.11.*) echo "triton==3.6.*" >>"$pins" ;; esac
-    fi
-    [ "${CPU:-}" != 1 ] || cpu=https://download.pytorch.org/whl/cpu
-    # uv installs the same versions in a fraction of the time. Where it is missing or fails, pip does, or says why it cannot.
-    if PIP_RETRIES=1 pip install -q --only-binary :all: -c constraints.txt uv >/dev/null 2>&1; then
-        links=$(configured find-links)
-        UV_DEFAULT_INDEX=$(configured index-url) UV_INDEX="$(configured extra-index-url) $cpu" UV_FIND_LINKS=${links// /,} \
-            UV_INDEX_STRATEGY=unsafe-best-match \
-            "$VENV/bin/python" -m uv pip install --python "$VENV/bin/python" -c "$pins" -e "$1" && return
-    fi
-    pip install -c "$pins" -e "$1" ${cpu:+--extra-index-url "$cpu"}
+by_uv() {  # $1: the requirement. The same versions in a fraction of pip's time
+    local links
+    PIP_RETRIES=1 pip install -q --only-binary :all: -c constraints.txt uv >/dev/null 2>&1 || return
+    links=$(configured find-links)
+    UV_DEFAULT_INDEX=$(configured index-url) UV_INDEX="$(configured extra-index-url) $cpu_index" \
+        UV_FIND_LINKS=${links// /,} UV_INDEX_STRATEGY=unsafe-best-match \
+        "$VENV/bin/python" -m uv pip install --python "$VENV/bin/python" -c "$pins" -e "$1"
+}
+
+by_pip() { pip install -c "$pins" -e "$1" ${cpu_index:+--extra-index-url "$cpu_index"}; }
+
+shown() {  # run a command; all of what it prints goes to $log, its progress to the terminal
+    local line
+    "$@" 2>&1 | tee "$log" | while IFS= read -r line; do  # not awk: Debian's waits until it has read 4 KB
+        case $line in
+            *Resolved\ * | *Building\ * | *Prepared\ * | Collecting\ * | *Downloading\ * | Installing\ collected*) printf '%.100s\n' "$line" ;;
+        esac
+    done
 }
 
 # pip installs the course by its folder. If two clones shared an environment, the second clone's setup would make the
@@ -84,14 +93,25 @@ if pip --version >/dev/null 2>&1; then
 else
     make_venv
 fi
-echo "Installing into $VENV: some minutes the first time, some seconds later"
-progress='/^ *(Resolved|Building|Prepared|Collecting|Downloading|Installing collected) / {print substr($0, 1, 100); fflush()}'
-if install "$1" 2>&1 | tee "$log" | awk "$progress"; then
-    begun=""
-    echo "Installed, $SECONDS s after the start"
-elif grep -qE "Retrying|Max retries exceeded|from versions: none|name resolution|timed out" "$log"; then
-    stop "pip cannot reach its package index: check the network (or HTTPS_PROXY, or PIP_INDEX_URL), then run the same command again"
-else
-    cat "$log" >&2
-    stop "pip failed, see above"
+pins=constraints.txt cpu_index=""
+[ "${CPU:-}" != 1 ] || cpu_index=https://download.pytorch.org/whl/cpu
+if [ -n "${TORCH:-}" ]; then  # 2.11 with the Triton that its GPU wheels require; 3.6's interpreter fails with NumPy 2.4
+    pins=$log.pins
+    grep -vE "^(torch|torchao|triton|numpy|setuptools)==" constraints.txt >"$pins"
+    printf "torch==%s\nnumpy<2.4\n" "$TORCH" >>"$pins"
+    case $TORCH in 2.11 | 2.11.*) echo "triton==3.6.*" >>"$pins" ;; esac
 fi
+echo "Installing into $VENV: some minutes the first time, some seconds later"
+if ! shown by_uv "$1"; then
+    stop_if_disk_is_full
+    echo "uv is not to be had, or failed: pip installs, which takes longer"
+    if ! shown by_pip "$1"; then
+        stop_if_disk_is_full
+        grep -qE "Retrying|Max retries exceeded|from versions: none|name resolution|timed out" "$log" &&
+            stop "pip cannot reach its package index: check the network (or HTTPS_PROXY, or PIP_INDEX_URL), then run the same command again"
+        cat "$log" >&2
+        stop "pip failed, see above"
+    fi
+fi
+begun=""
+echo "Installed, $SECONDS s after the start"

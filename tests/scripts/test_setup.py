@@ -83,11 +83,53 @@ def test_debian_without_venv(course):
         course / "fakes/python3",
         f"""case "$2" in
         venv) mkdir -p .venv/bin; echo '{DEBIAN}'; exit 1;;
+        *ensurepip) exit 1;;
         *) echo 3.11;;
     esac""",
     )
     assert "run 'sudo apt install python3-venv'" in advice(make(course, "test"))
     assert not (course / ".venv").exists()
+
+
+@pytest.mark.parametrize("at", ["venv", "uv", "pip"])
+def test_a_full_disk(course, at):
+    """Whoever meets it: one line, nothing else is tried, nothing stays."""
+    full = "echo 'OSError: [Errno 28] No space left on device'; exit 1"
+    environment = """mkdir -p .venv/bin llm_training_at_scale.egg-info; cp "$0" .venv/bin/python;;"""
+    program(
+        course / "fakes/python3",
+        f"""echo "$@" >> calls
+        case "$2 $3" in
+        "venv "*) {full if at == "venv" else environment}
+        esac
+        case "$2 $*" in
+        import*) echo 3.12;;
+        uv*) {full if at == "uv" else "exit 1"};;
+        pip*-e*) {full};;
+        esac""",
+    )
+    assert advice(make(course, "lab")).startswith(
+        "setup: no space is left: the environment and the downloads in ~/.cache"
+    )
+    assert not (course / ".venv").exists() and not (course / "llm_training_at_scale.egg-info").exists()
+    tried = [line.split()[1] for line in (course / "calls").read_text().splitlines() if "-e" in line.split()]
+    assert tried == {"venv": [], "uv": ["uv"], "pip": ["uv", "pip"]}[at]
+
+
+def test_progress_is_shown_while_it_installs(course):
+    """Each line when it comes: the installer here goes on when the first one has been read."""
+    text = """case "$2" in
+        import*) echo 3.12;;
+        uv) echo 'Downloading torch (1.0GiB)'; while [ ! -e read ]; do sleep 0.1; done; echo Prepared 1 package;;
+        esac"""
+    program(course / ".venv/bin/python", text)
+    words = ["make", "lab"]
+    with subprocess.Popen(words, cwd=course, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as run:
+        lines = iter(run.stdout.readline, "")
+        assert "Downloading torch (1.0GiB)\n" in lines
+        (course / "read").touch()
+        assert "Prepared 1 package\n" in lines
+        run.wait(timeout=60)
 
 
 def test_no_network(course):
