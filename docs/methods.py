@@ -106,7 +106,10 @@ def course_map(listed: list[Method], root: str) -> str:
 def marks(method: Method, word: str) -> str:
     """Return the marks in a cell of the map."""
     kinds = [kind for kind in ("saves", "costs") if word in getattr(method, kind)]
-    return "".join(f'<i class="{kind}" role="img" title="{kind} {MAPPED[word]}"></i>' for kind in kinds)
+    return "".join(
+        f'<i class="{kind}" role="img" title="{kind} {MAPPED[word]}" aria-label="{kind} {MAPPED[word]}"></i>'
+        for kind in kinds
+    )
 
 
 def drawing(listed: list[Method], root: str) -> str:

@@ -22,7 +22,7 @@ the text above that cell says what works differently.
 
 
 def colab(app) -> str:
-    """Return what to know of the launch buttons, which there are if the URL of the course's repository is known."""
+    """Return the note on launch buttons, or nothing without a repository URL."""
     app.env.note_reread()  # the page depends on no file for it
     return COLAB if app.config.html_theme_options.get("repository_url") else ""
 
@@ -35,7 +35,7 @@ GENERATED = {
 SEARCH = '<input type="search" id="method-search" placeholder="Search the methods" aria-label="Search the methods">'
 GLOSSARY = "docs/glossary"
 LANDING, FIELD = "docs/index", "docs/field"
-STILL = "The controls need a running kernel. This picture shows how they begin. "
+STILL = "The controls need a running kernel. The picture shows their initial state. "
 SIGNATURE = re.compile(r"<dl>\s*(?:<dd>(?:(?!</?d[dlt]>).)*</dd>\s*)+</dl>", re.DOTALL)
 TITLED = re.compile("(Figure|Measured|Widget): ")
 # Text in these is left alone.
@@ -141,7 +141,7 @@ def parents(node: nodes.Node):
         yield node
 
 
-def mend_signatures(app, pagename: str, templatename: str, context: dict, doctree) -> None:
+def fix_signatures(app, pagename: str, templatename: str, context: dict, doctree) -> None:
     """Replace the lists in which Sphinx writes the parameters of a long signature: without terms, they are no lists."""
     if "body" in context:
         context["body"] = SIGNATURE.sub(
@@ -162,7 +162,7 @@ def setup(app) -> dict:
     app.connect("source-read", fill)
     for change in (link_words, caption_pictures, label_cells):
         app.connect("doctree-resolved", change)
-    app.connect("html-page-context", mend_signatures)
+    app.connect("html-page-context", fix_signatures)
     app.connect("html-page-context", open_blanks, priority=900)  # after the theme, which makes the buttons
     app.add_css_file("pages.css")
     app.add_js_file("search_methods.js", loading_method="defer")

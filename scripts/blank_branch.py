@@ -6,6 +6,7 @@
 installs.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from export import NOTEBOOKS, write_atomically
 from make_workbook import WORKBOOK, blank_notebook, to_text
 
 BRANCH = "blank"
-TEXT = """**In Colab**, run the next cell first, and again whenever you have got a new machine: it fetches the course
+TEXT = """**In Colab**, run the next cell first, and again whenever Colab gives you a new machine: it fetches the course
 and installs what Colab lacks. Elsewhere it does nothing.
 
 What is different in Colab and Binder:
@@ -55,8 +56,9 @@ def main(workbook: Path = WORKBOOK) -> int:
     except FileExistsError:
         print(f"blank_branch: {workbook} is there already; this is for a fresh checkout", file=sys.stderr)
         return 2
+    repository = os.environ.get("REPOSITORY") or address()  # a fork's workflow knows its own
     for path in sorted(NOTEBOOKS.glob("*.ipynb")):
-        write_atomically(workbook / path.name, to_text(for_elsewhere(blank_notebook(path), address())))
+        write_atomically(workbook / path.name, to_text(for_elsewhere(blank_notebook(path), repository)))
     return 0
 
 

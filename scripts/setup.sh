@@ -4,7 +4,7 @@
 # PYTHON is the Python that creates .venv. CPU=1 installs PyTorch's CPU wheels, a tenth of the size of the GPU wheels.
 # TORCH=2.11.0 installs that version of PyTorch instead of the pinned one.
 # An error is one line on stderr that says what to do. If this run created .venv, it is removed after an error; an
-# existing one is unchanged, since pip downloads everything before it changes anything.
+# existing one is unchanged unless the disk fills up meanwhile, since uv and pip download everything first.
 set -u -o pipefail
 export PIP_RETRIES=${PIP_RETRIES:-3}  # with pip's default of 5, it takes half a minute to notice that there is no network
 export PYTHONUNBUFFERED=1  # print pip's lines as they are written, not in blocks
@@ -30,38 +30,53 @@ check_version() {  # $1: a Python
 make_venv() {
     check_version "$PYTHON"
     rm -rf "$VENV"
-    begun="$VENV $([ -e llm_training_at_scale.egg-info ] || echo llm_training_at_scale.egg-info)"
+    [ -n "$begun" ] || begun="$VENV $([ -e llm_training_at_scale.egg-info ] || echo llm_training_at_scale.egg-info)"
     echo "Making $VENV with $("$PYTHON" --version)"
     "$PYTHON" -m venv "$VENV" >"$log" 2>&1 && return
     # Debian and Ubuntu ship Python without this part of the standard library.
     "$PYTHON" -c "import ensurepip" >/dev/null 2>&1 ||
         stop "this Python cannot make environments: run 'sudo apt install ${PYTHON##*/}-venv', then the same command again"
-    stop_if_disk_is_full
+    stop_if_disk_is_full 200
     stop "$PYTHON -m venv failed: $(tail -n 1 "$log")"
 }
 
-stop_if_disk_is_full() {
+stop_if_disk_is_full() {  # $1: how many free MB on this folder's disk are taken for full; or a message has said it
     local free
-    free=$(($(df -Pk . | awk 'NR == 2 {print $4}') / 1024))
-    if [ "$free" -lt 200 ] || grep -qE "No space left|os error 28" "$log"; then
-        stop "no space is left: the environment and the downloads in ~/.cache take up to 10 GB (a fifth with CPU=1), and this folder's disk has $free MB"
+    free=$(df -Pk . 2>/dev/null | awk 'NR == 2 {print int($4 / 1024)}')
+    if [ "${free:-999999}" -lt "$1" ] || grep -qE "No space left|os error 28|quota exceeded" "$log"; then
+        stop "the disk is full: the environment and the downloads in ~/.cache take up to 10 GB (a fifth with CPU=1), and this folder's disk has $free MB"
     fi
 }
 
 pip() { "$VENV/bin/python" -m pip "$@"; }
 
-configured() {  # $1: an option. What PIP_... or pip's files set it to; uv does not read them
-    pip config list 2>/dev/null | sed -nE "s/^(:env:|global|install)\\.$1='(.*)'\$/\\2/p" | head -n 1 | sed 's/\\n/ /g'
+configured() {  # $1: an option. What PIP_... or pip's files set it to
+    local section
+    for section in :env: install global; do
+        pip config list 2>/dev/null | sed -nE "s/^$section\\.$1=['\"](.*)['\"]\$/\\1/p" | sed 's/\\n/ /g' | grep . && return
+    done
 }
 
-by_uv() {  # $1: the requirement. The same versions in a fraction of pip's time
-    local links
-    PIP_RETRIES=1 pip install -q --only-binary :all: -c constraints.txt uv >/dev/null 2>&1 || return
-    links=$(configured find-links)
-    UV_DEFAULT_INDEX=$(configured index-url) UV_INDEX="$(configured extra-index-url) $cpu_index" \
-        UV_FIND_LINKS=${links// /,} UV_INDEX_STRATEGY=unsafe-best-match \
-        "$VENV/bin/python" -m uv pip install --python "$VENV/bin/python" -c "$pins" -e "$1"
+give() {  # $1: a variable; $2: an option of pip's, which uv knows by that variable alone
+    local value
+    value=$(configured "$2") && export "$1=$value"
 }
+
+by_uv() (  # $1: the requirement. The same versions in a fraction of pip's time
+    PIP_RETRIES=1 pip install -q --timeout 5 --only-binary :all: -c constraints.txt uv >/dev/null 2>&1 || exit
+    give UV_DEFAULT_INDEX index-url
+    give UV_INDEX extra-index-url
+    give UV_FIND_LINKS find-links
+    give UV_NO_INDEX no-index
+    give UV_INSECURE_HOST trusted-host
+    give HTTPS_PROXY proxy
+    give SSL_CERT_FILE cert
+    export UV_INDEX="${UV_INDEX:-} $cpu_index" UV_FIND_LINKS=${UV_FIND_LINKS:-} UV_INDEX_STRATEGY=unsafe-best-match
+    UV_FIND_LINKS=${UV_FIND_LINKS// /,}
+    set -- -c "$pins" -e "$1"
+    for file in $(configured constraint); do set -- "$@" -c "$file"; done
+    "$VENV/bin/python" -m uv pip install --python "$VENV/bin/python" "$@"
+)
 
 by_pip() { pip install -c "$pins" -e "$1" ${cpu_index:+--extra-index-url "$cpu_index"}; }
 
@@ -103,10 +118,12 @@ if [ -n "${TORCH:-}" ]; then  # 2.11 with the Triton that its GPU wheels require
 fi
 echo "Installing into $VENV: some minutes the first time, some seconds later"
 if ! shown by_uv "$1"; then
-    stop_if_disk_is_full
-    echo "uv is not to be had, or failed: pip installs, which takes longer"
+    stop_if_disk_is_full 0
+    # What uv has begun, pip would take for installed.
+    if [ -n "$begun" ] && "$VENV/bin/python" -c "import uv" 2>/dev/null; then make_venv; fi
+    echo "uv is unavailable or failed; installing with pip, which takes longer"
     if ! shown by_pip "$1"; then
-        stop_if_disk_is_full
+        stop_if_disk_is_full 200
         grep -qE "Retrying|Max retries exceeded|from versions: none|name resolution|timed out" "$log" &&
             stop "pip cannot reach its package index: check the network (or HTTPS_PROXY, or PIP_INDEX_URL), then run the same command again"
         cat "$log" >&2

@@ -1,5 +1,5 @@
-"""README's answers are what the program of course_lib.best_config says; a failure prints the text that README should
-have. CPU.
+"""README's answer is what the program of course_lib.best_config says; a failure prints what it should have.
+CPU.
 """
 
 import re
@@ -13,31 +13,15 @@ from course_lib.best_config.program import as_text, main
 PROGRAM = "$ python -m course_lib.best_config "
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 BLOCK = README[README.index(PROGRAM) :].split("```")[0]
-ANSWERS = [answer.strip().splitlines() for answer in BLOCK.split(PROGRAM)[1:]]
-SHOWN = (
-    "no run has tested",
-    "a better job size",
-    "not allowed",
-    "allowed",
-    "compared with the first answer",
-    "uncommon",
-)
-SHOWN += ("  with ", "  on ", "  fits ", "without any overlap", "with fused kernels")
-ROWS = 3  # of a table
+ANSWER = BLOCK.removeprefix(PROGRAM).strip().splitlines()
+ROWS = 4  # of the table
 
 
 def excerpt(command: str) -> list[str]:
-    """What README shows of an answer: the head and three rows of its first table, the first row of what is too risky,
-    and lines that begin with one of SHOWN.
-    """
+    """What README shows of an answer: the head and the first rows of its first table."""
     lines = as_text(main(shlex.split(command))).splitlines()
     head = next(at for at, line in enumerate(lines) if line.startswith("  tokens/s"))
-    end = next(at for at in range(head, len(lines)) if not re.match(" +([\\d,]+ |tokens/s|per GPU)", lines[at]))
-    found = [command, *lines[head : min(end, head + 2 + ROWS)]]
-    for at, line in enumerate(lines):
-        found += [line] if line.startswith(SHOWN) else []
-        found += lines[at : at + 2] if line.startswith("faster by estimate") else []
-    return found
+    return [command, *lines[head : head + 2 + ROWS]]
 
 
 def figure(word: str) -> float | None:
@@ -54,11 +38,8 @@ def alike(line: str, other: str) -> bool:
     return len(line.split()) == len(other.split()) and all(same)
 
 
-@pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: answer[0].split("--preset ")[1])
-def test_an_answer_in_readme_is_the_programs(answer):
+def test_the_answer_in_readme_is_the_programs():
     """Layouts and words to the letter."""
-    expected = excerpt(answer[0])
-    same = len(expected) == len(answer) and all(map(alike, answer, expected))
-    assert len(ANSWERS) == 4
-    if not same:
+    expected = excerpt(ANSWER[0])
+    if len(expected) != len(ANSWER) or not all(map(alike, ANSWER, expected)):
         pytest.fail("README should have:\n\n" + PROGRAM + "\n".join(expected), pytrace=False)

@@ -74,7 +74,7 @@ def no_process_stays(folder: Path):
 
 @contextlib.contextmanager
 def lab(folder: Path, port: int, *arguments: str):
-    """`make lab` in a copy of the course whose set-up is done; yields the server's address and token."""
+    """`make lab` in a copy of the course whose setup is done; yields the server's address and token."""
     course = folder / "course"
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         course.mkdir(exist_ok=True)

@@ -109,7 +109,7 @@ def test_a_full_disk(course, at):
         esac""",
     )
     assert advice(make(course, "lab")).startswith(
-        "setup: no space is left: the environment and the downloads in ~/.cache"
+        "setup: the disk is full: the environment and the downloads in ~/.cache"
     )
     assert not (course / ".venv").exists() and not (course / "llm_training_at_scale.egg-info").exists()
     tried = [line.split()[1] for line in (course / "calls").read_text().splitlines() if "-e" in line.split()]
@@ -152,7 +152,7 @@ def test_installs_once_and_again_when_the_list_changes(course):
         assert make(course, *words).returncode == 0
         return [line for line in (course / "calls").read_text().splitlines() if " install" in line]
 
-    tool = "-m pip install -q --only-binary :all: -c constraints.txt uv"
+    tool = "-m pip install -q --timeout 5 --only-binary :all: -c constraints.txt uv"
     by_uv = "-m uv pip install --python .venv/bin/python -c constraints.txt -e "
     assert installs("lab") == [tool, f"{by_uv}.[lab]"]
     assert installs("lab") == []
@@ -177,7 +177,7 @@ def test_pip_installs_where_uv_does_not(course, missing):
 
 def test_uv_takes_packages_from_where_pip_is_told_to(course):
     """PIP_INDEX_URL, which `make` sets, is of this machine and closed."""
-    uv = 'echo "$UV_DEFAULT_INDEX|$UV_INDEX|$UV_FIND_LINKS" > places'
+    uv = 'echo "$UV_DEFAULT_INDEX|$UV_INDEX|$UV_FIND_LINKS|$HTTPS_PROXY|$*" > places'
     program(
         course / ".venv/bin/python",
         f"""case "$*" in
@@ -187,11 +187,20 @@ def test_uv_takes_packages_from_where_pip_is_told_to(course):
         esac""",
     )
     settings = course / "pip.conf"
-    settings.write_text(
-        "[global]\nextra-index-url =\n  https://a.example/simple\n  https://b.example\nfind-links = /wheels\n"
-    )
+    settings.write_text("""
+[install]
+proxy = http://127.0.0.1:9
+[global]
+proxy = http://no.example
+constraint = ours.txt
+extra-index-url =
+  https://a.example/simple
+  https://b.example
+find-links = /wheels
+""")
     make(course, "lab", "CPU=1", PIP_CONFIG_FILE=str(settings), PIP_FIND_LINKS="/mine /more")
-    index, more, links = (course / "places").read_text().strip().split("|")
+    index, more, links, proxy, words = (course / "places").read_text().strip().split("|")
+    assert proxy == "http://127.0.0.1:9" and words.endswith("-c constraints.txt -e .[lab] -c ours.txt")
     assert index.startswith("http://127.0.0.1:") and links == "/mine,/more"
     assert more.split() == ["https://a.example/simple", "https://b.example", "https://download.pytorch.org/whl/cpu"]
 

@@ -91,5 +91,5 @@ def evidence(runs: list[dict[str, list]]) -> str:
     for number, run in enumerate(runs):
         names = ", ".join(run["differing"]) or "none"
         lines.append(f"run {number}: first loss {run['losses'][0]:.6f}, last {run['losses'][-1]:.6f}")
-        lines.append(f"       differ between ranks, and should not: {names}")
+        lines.append(f"       differ between ranks but should not: {names}")
     return "\n".join([*lines, f"one process: first loss {one_process(TINY).losses[0]:.6f}"])
