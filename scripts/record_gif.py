@@ -6,7 +6,6 @@ Needs Chromium and its driver. About two minutes.
 
 import contextlib
 import io
-import socket
 import sys
 import tempfile
 import time
@@ -22,7 +21,7 @@ from exercises import solution
 from export import NOTEBOOKS, ROOT
 
 sys.path.append(str(ROOT / "tests/scripts"))
-from headless import PATIENCE_S, browser, lab, no_process_stays
+from headless import PATIENCE_S, browser, held_port, lab, no_process_stays
 
 GIF = ROOT / "docs/notebook_01.gif"
 SLIDER, EXERCISE = "calculator-first", "01.2"
@@ -115,11 +114,9 @@ def main() -> None:
     """Record the GIF."""
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
-        held = stack.enter_context(socket.socket())  # meanwhile, so that nobody else gets the port
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("", 0))
+        port = stack.enter_context(held_port())
         stack.enter_context(no_process_stays(folder))
-        server = lab(folder, held.getsockname()[1], "--LabApp.expose_app_in_browser=True")
+        server = lab(folder, port, "--LabApp.expose_app_in_browser=True")
         url, token = stack.enter_context(server)
         play(stack.enter_context(browser(folder)), url, token).save(GIF)
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -70,6 +71,15 @@ def no_process_stays(folder: Path):
         for process in (started(folder) - before) | set(alive):
             with contextlib.suppress(psutil.Error):
                 process.kill()
+
+
+@contextlib.contextmanager
+def held_port():
+    """A port at which a server that is started inside can listen; no other program gets it."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("", 0))
+        yield held.getsockname()[1]
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ import ast
 import contextlib
 import json
 import re
-import socket
 import time
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
 import make_workbook
-from headless import PATIENCE_S, browser, lab, needs_browser, no_process_stays
+from headless import PATIENCE_S, browser, held_port, lab, needs_browser, no_process_stays
 from needed_cells import needed_cells
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,11 +78,9 @@ def learner(tmp_path_factory):
     """A browser on `make lab`; yields the driver, the folder workbook/, and a function that opens a notebook of it."""
     folder = tmp_path_factory.mktemp("lab")
     with contextlib.ExitStack() as stack:
-        held = stack.enter_context(socket.socket())  # meanwhile, so that nobody else gets the port
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("", 0))
+        port = stack.enter_context(held_port())
         stack.enter_context(no_process_stays(folder))
-        url, token = stack.enter_context(lab(folder, held.getsockname()[1]))
+        url, token = stack.enter_context(lab(folder, port))
         driver = stack.enter_context(browser(folder))
         wait = WebDriverWait(driver, PATIENCE_S, poll_frequency=0.2, ignored_exceptions=[WebDriverException])
 

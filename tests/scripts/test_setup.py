@@ -93,7 +93,7 @@ def test_debian_without_venv(course):
 
 @pytest.mark.parametrize("at", ["venv", "uv", "pip"])
 def test_a_full_disk(course, at):
-    """Whoever meets it: one line, nothing else is tried, nothing stays."""
+    """The error is one line, no other installer runs, and no files remain."""
     full = "echo 'OSError: [Errno 28] No space left on device'; exit 1"
     environment = """mkdir -p .venv/bin llm_training_at_scale.egg-info; cp "$0" .venv/bin/python;;"""
     program(
