@@ -9,7 +9,7 @@ import math
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -18,11 +18,26 @@ from course_lib.checkpoint.files import check_root, complete, describe
 from course_lib.checkpoint.groups import first_or_raise
 from course_lib.checkpoint.lock import FolderLock
 from course_lib.five_d.model import ParallelModel
-from course_lib.single_gpu.data import TokenBatches
-from course_lib.single_gpu.same_text import text_sum
 from course_lib.single_gpu.training import out_file
 
 UNPROVEN = ".unproven"  # suffix of a checkpoint that no finite step has followed
+
+
+class Batches(Protocol):
+    """The batches of a run: their state is stored with each checkpoint."""
+
+    seq: int
+    position: int  # samples that all ranks together have consumed
+
+    @property
+    def fingerprint(self) -> list:
+        """The number of tokens, and checksums, which identify the text."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, as JSON can hold it, the same on all ranks."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state."""
 
 
 def readable(name: str, value: Any) -> Any:
@@ -41,11 +56,11 @@ class SavedRun:
     """
 
     def __init__(
-        self, parallel: ParallelModel, batches: TokenBatches, root: Path | None, every: int, keep: int,
+        self, parallel: ParallelModel, batches: Batches, root: Path | None, every: int, keep: int,
         same: dict, plan: dict, bad_steps: int = 3,
     ):  # fmt: skip
         self.parallel, self.batches, self.every, self.bad_steps = parallel, batches, every, bad_steps
-        self.same, self.plan = {"seq": batches.seq, "text": text_sum(batches.tokens)} | same, plan
+        self.same, self.plan = {"seq": batches.seq, "text": batches.fingerprint} | same, plan
         self.step, self.bad_in_a_row, self.skipped, self.last_finite_step, self.save_due = 0, 0, 0, 0, False
         self.checkpoints: Checkpoints | None = None
         self.lock: FolderLock | None = None
@@ -111,7 +126,8 @@ class SavedRun:
             self.say(f"{error}; it is renamed {folder.name}.damaged")
             first_or_raise(None, lambda: folder.rename(folder.with_suffix(".damaged")) and None)
             return False
-        self.step, self.batches.position = about["step"], about["position"]
+        self.step = about["step"]
+        self.batches.load_state_dict(self.batches.state_dict() | about.get("data", {"position": about["position"]}))
         self.last_finite_step = self.step
         self.say(f"continues after step {self.step}, from {folder}, written in {about['layout']}")
         for name, saved in about.get("plan", {}).items():
@@ -119,9 +135,10 @@ class SavedRun:
                 self.say(f"continues with {name} {self.plan[name]} instead of {saved}")
         return True
 
-    def after(self, step: int, loss: float, norm: float, last: bool = False) -> None:
+    def after(self, step: int, loss: float, norm: float, last: bool = False, may_save: bool = True) -> None:
         """Begin to save if it is time. A step whose loss or norm is not finite has changed nothing: it is counted and
-        reported, and a save that is due waits for the next finite step. Collective. Raises CheckpointError after
+        reported, and a save that is due waits for the next finite step. may_save: False for a step that others have
+        followed already. Collective. Raises CheckpointError after
         `bad_steps` such steps in a row, and if a run that saves ends in one, or with weights that are not finite.
 
         A finite loss does not prove that the weights after the update are finite; the next step does. So a run that
@@ -130,7 +147,7 @@ class SavedRun:
         finite, self.save_due = math.isfinite(loss) and math.isfinite(norm), self.save_due or step % self.every == 0
         if finite:
             self.bad_in_a_row, self.last_finite_step = 0, step
-            if self.checkpoints is not None and (last or self.save_due):
+            if self.checkpoints is not None and may_save and (last or self.save_due):
                 self.save(self.checkpoints, step, last)
             return
         self.bad_in_a_row += 1
@@ -148,7 +165,8 @@ class SavedRun:
 
     def save(self, checkpoints: Checkpoints, step: int, last: bool) -> None:
         """Begin to save. Raises CheckpointError if the run ends and the save cannot begin. Collective."""
-        begun = checkpoints.save(step, self.same | {"plan": self.plan, "position": self.batches.position})
+        state = {"position": self.batches.position, "data": self.batches.state_dict()}
+        begun = checkpoints.save(step, self.same | {"plan": self.plan} | state)
         self.save_due = False
         if last and not begun:
             failure = checkpoints.failure

@@ -98,14 +98,16 @@ def shard_stages(
 
     group, reduce_dtype = shard_groups(layout, mesh), torch.float32
     compute_dtype = None if dtype == torch.float32 else dtype
+    encode = vars(next(iter(stages.values()))).get("encode")  # set by a transform: of the weights that are gathered
     if layout.pp == 1:
         fill = shard_init(stages[0], lambda name, tensor: init(f"0.{name}", tensor))
-        wrapped = fully_shard(stages[0], group, compute_dtype, reduce_dtype=reduce_dtype, init=fill)
+        wrapped = fully_shard(stages[0], group, compute_dtype, encode, reduce_dtype=reduce_dtype, init=fill)
         return wrapped, {0: wrapped}
     local = nn.ModuleDict({str(number): stage for number, stage in stages.items()})
     tied = sync_tied_weights(local, schedule, mesh.pp, mesh.replicas)  # they are sharded over both stages' ranks
     fill, wrapper = shard_init(local, init), GatherOncePerStep
-    wrapped = fully_shard(local, group, compute_dtype, reduce_dtype=reduce_dtype, init=fill, wrapper=wrapper)
+    settings: dict[str, Any] = {"reduce_dtype": reduce_dtype, "init": fill, "wrapper": wrapper}
+    wrapped = fully_shard(local, group, compute_dtype, encode, **settings)
     assert isinstance(wrapped, GatherOncePerStep)
     wrapped.reduce_at_finish(tied.groups.values())
     return wrapped, stages
@@ -175,16 +177,24 @@ class ParallelModel:
         return self.optimizer.optimizer if isinstance(self.optimizer, ZeroOptimizer) else self.optimizer
 
     def step(
-        self, inputs: torch.Tensor, targets: torch.Tensor, max_norm: float = 1.0
+        self,
+        inputs: torch.Tensor,
+        targets: torch.Tensor,
+        max_norm: float = 1.0,
+        positions: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute gradients, clip them by the norm over all ranks, and step; inputs and targets each [b / dp, s].
 
-        All ranks of one dp index pass the same ones. Returns the loss of the full batch, and the norm. If one of them
-        is not finite, no weight, moment or counter changes, on any rank. torch's fused Adam and AdamW skip that step on
-        the device, and the host does not learn of it. For another optimizer the host waits for loss and norm.
+        positions: [b / dp, s], of each token in its document; None: in its sequence. All ranks of one dp index pass the
+        same ones. Returns the loss of the full batch, and the norm. If one of them is not finite, no weight, moment or
+        counter changes, on any rank. torch's fused Adam and AdamW skip that step on the device, and the host does not
+        learn of it. For another optimizer the host waits for loss and norm.
         """
         self.optimizer.zero_grad()
-        loss = self.gradients(inputs, targets)
+        if positions is not None:
+            positions = shard_sequence(positions, self.mesh.cp, self.layout.order)
+        with self.runner.at_positions(positions):
+            loss = self.gradients(inputs, targets)
         norm = clip_grad_norm_(self.runner, max_norm, self.sharding)
         bad = ~(loss.isfinite() & norm.isfinite())
         inner = self.inner_optimizer

@@ -29,11 +29,11 @@ class FusedBlock(plain_model.Block):
     forward, two less backward.
     """
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *documents: torch.Tensor) -> torch.Tensor:
         """Return the layer's output [b, s, h] for x: [b, s, h]."""
         if not isinstance(self.mlp_norm, FusedRMSNorm):  # a later transform has replaced the norm
-            return super().forward(x, cos, sin)
-        normed, x = self.mlp_norm(self.attention(self.attention_norm(x), cos, sin), residual=x)
+            return super().forward(x, cos, sin, *documents)
+        normed, x = self.mlp_norm(self.attention(self.attention_norm(x), cos, sin, *documents), residual=x)
         return x + self.mlp(normed)
 
 

@@ -163,6 +163,7 @@ class PipelineRunner:
         self.group: dist.ProcessGroup = group or dist.distributed_c10d._get_default_group()
         self.loss_of = loss_of
         self.before_step, self.after_step = before_step, after_step
+        self.document_positions: torch.Tensor | None = None  # see at_positions
         self.stages = nn.ModuleDict(check_runner(stages, schedule, self.group))
         self.tied_weights = sync_tied_weights(self.stages, schedule, self.group, dp_group)
         self.use(schedule)
@@ -176,6 +177,15 @@ class PipelineRunner:
         self.m = 1 + max(action.micro_batch for actions in schedule for action in actions)
         self.split = {action[1:] for action in self.actions if action.kind == "I"}
         self.final = final_backwards(self.stages, self.actions)
+
+    @contextlib.contextmanager
+    def at_positions(self, positions: torch.Tensor | None) -> Iterator[None]:
+        """Inside, a step uses these positions [b, s], of each token in its document, instead of its argument."""
+        self.document_positions = positions
+        try:
+            yield
+        finally:
+            self.document_positions = None
 
     def step(
         self,
@@ -196,7 +206,7 @@ class PipelineRunner:
         """
         check_step(self, inputs, targets)
         split_inputs, split_targets = split_batch(inputs, self.m), split_batch(targets, self.m)
-        args = stage_args(positions, self.m)
+        args = stage_args(positions if self.document_positions is None else self.document_positions, self.m)
         if tokens is None and targets is not None:
             tokens = (targets != IGNORED).sum().clamp(min=1)
         device = next(self.stages.parameters()).device

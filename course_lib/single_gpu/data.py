@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from course_lib.single_gpu.documents import open_documents
 from course_lib.single_gpu.hf_tokenizers import load_tokenizer, lost_characters, special_tokens
+from course_lib.single_gpu.same_text import text_sum
 
 
 def corpus(max_characters: int = 8_000_000) -> str:
@@ -220,6 +221,11 @@ class TokenBatches:
             generator = seeded(1_000_003 * self.seed + epoch)
             self.shuffled = (epoch, torch.randperm(self.windows, generator=generator).tolist())
         return self.shuffled[1]
+
+    @property
+    def fingerprint(self) -> list[int]:
+        """The number of tokens and a checksum, which identify the text."""
+        return text_sum(self.tokens)
 
     def state_dict(self) -> dict[str, int]:
         """Return the state that brings a run back to this sample, on any number of ranks."""

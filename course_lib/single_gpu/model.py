@@ -1,10 +1,11 @@
 """A Llama-style transformer that knows nothing of parallelism: RMSNorm, RoPE, grouped-query attention, SwiGLU.
 
-Later notebooks replace parts: `Attention.core` is any function of q [b, s, a, d], k and v [b, s, kv, d], and
-`Attention.rope` and `MLP.activation` any functions with the arguments of `apply_rope` and `swiglu`; `project_layers`
-of Attention and MLP applies several layers to one x; `embedding` and `head` may be None (a pipeline stage);
-`forward` takes tokens [b, s] or hidden states [b, s, h], and positions. Initial weights depend only on the
-seed and the parameter's name, so a rank can make any one parameter without the others.
+Later notebooks replace parts: `Attention.core` is any function of q [b, s, a, d], k and v [b, s, kv, d] (and of the
+documents [b, s], if `document_masks` is set), and `Attention.rope` and `MLP.activation` any functions with the
+arguments of `apply_rope` and `swiglu`; `project_layers` of Attention and MLP applies several layers to one x;
+`embedding` and `head` may be None (a pipeline stage); `forward` takes tokens [b, s] or hidden states [b, s, h], and
+positions. Initial weights depend only on the seed and the parameter's name, so a rank can make any one parameter
+without the others.
 
 Touvron et al. 2023 (Llama); Su et al. 2021 (RoPE); Ainslie et al. 2023 (GQA); Shazeer 2020 (SwiGLU); Zhang and Sennrich
 2019 (RMSNorm).
@@ -108,12 +109,12 @@ class Attention(nn.Module):
         """Return q [b, s, a*d], k and v [b, s, kv*d] of x [b, s, h]."""
         return self.project_layers(x, [self.q_proj, self.k_proj, self.v_proj])
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """x: [b, s, h]; cos, sin: [s, d/2] or [b, s, d/2]; returns [b, s, h]."""
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *documents: torch.Tensor) -> torch.Tensor:
+        """x: [b, s, h]; cos, sin: [s, d/2] or [b, s, d/2]; documents: [b, s], or none; returns [b, s, h]."""
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.project(x))  # [b, s, heads, d]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        out = self.core(self.rope(q, cos, sin), self.rope(k, cos, sin), v)  # [b, s, a, d]
+        out = self.core(self.rope(q, cos, sin), self.rope(k, cos, sin), v, *documents)  # [b, s, a, d]
         return F.dropout(self.o_proj(out.flatten(-2)), self.dropout, self.training)
 
 
@@ -153,9 +154,9 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(config.hidden, config.norm_eps)
         self.mlp: nn.Module = MLP(config)  # or a mixture of experts
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *documents: torch.Tensor) -> torch.Tensor:
         """x: [b, s, h]; returns [b, s, h]."""
-        x = x + self.attention(self.attention_norm(x), cos, sin)
+        x = x + self.attention(self.attention_norm(x), cos, sin, *documents)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -183,6 +184,7 @@ class Transformer(nn.Module):
         def blocks(self, blocks: nn.ModuleList) -> None: ...
 
     active_config: ModelConfig  # sizes of the model that one token passes through; set by apply_moe
+    document_masks = False  # whether attention gets the documents: a new one begins at each position 0
 
     def __init__(self, config: ModelConfig, seed: int = 0):
         super().__init__()
@@ -212,8 +214,9 @@ class Transformer(nn.Module):
             x = self.embedding(x)  # [b, s, h]
         angles = rope_angles if self.config.rope_factor == 1 else long_rope_angles
         cos, sin = (part.to(x.dtype) for part in angles(positions, self.config))
+        documents = ((positions == 0).cumsum(-1),) if self.document_masks else ()
         for block in self.blocks:
-            x = block(x, cos, sin)
+            x = block(x, cos, sin, *documents)
         return x if self.head is None or self.norm is None else self.head(self.norm(x))
 
 

@@ -52,6 +52,7 @@ class Placement:
     the gradient together; None: the wrapper's ranks (DataParallel, ZeroOptimizer, fully_shard). norm_groups: the
     groups over which squares are summed for the norm of the full gradient, the last split first. flat_shard: the
     elements that fully_shard leaves on this rank. stages: numbers of the pipeline stages that hold it; None: one.
+    decays: whether it may have weight decay.
     """
 
     tensor_shard: ShardSpec | None = None
@@ -59,6 +60,7 @@ class Placement:
     norm_groups: tuple[dist.ProcessGroup, ...] = ()
     flat_shard: FlatShard | None = None
     stages: tuple[int, ...] | None = None
+    decays: bool = True
 
 
 def placement_of(parameter: torch.Tensor) -> Placement:

@@ -206,14 +206,14 @@ ADAMW: dict[str, Any] = {
 def decay_groups(module_or_params: nn.Module | Iterable[nn.Parameter]) -> list[dict]:
     """Return an optimizer's parameter groups: matrices have its weight decay, norms and biases have none.
 
-    A parameter without decay has fewer than two dimensions. A flat shard counts with the dimensions of its full
-    parameter, which its placement keeps.
+    A parameter without decay has fewer than two dimensions, or its placement says so. A flat shard counts with the
+    dimensions of its full parameter, which its placement keeps.
     """
     parameters = module_or_params.parameters() if isinstance(module_or_params, nn.Module) else module_or_params
     groups: dict[bool, dict[str, Any]] = {True: {"params": []}, False: {"params": [], "weight_decay": 0.0}}
     for parameter in parameters:
         flat = placement_of(parameter).flat_shard
-        decays = len(flat.full_shape if flat else parameter.shape) > 1
+        decays = placement_of(parameter).decays and len(flat.full_shape if flat else parameter.shape) > 1
         groups[decays]["params"].append(parameter)
     return [group for group in groups.values() if group["params"]]
 

@@ -116,8 +116,8 @@ class ShardedParameters:
             local.copy_(self.layout.local_elements(i, full))
             shard = nn.Parameter(local, self.trained)
             flat = FlatShard(group, self.layout.span(i), parameter.shape)
-            tensor_shard = placement_of(parameter).tensor_shard  # of the shard that another transform has made
-            vars(shard)["placement"] = Placement(tensor_shard, flat_shard=flat)
+            placement = placement_of(parameter)  # of the shard that another transform has made
+            vars(shard)["placement"] = Placement(placement.tensor_shard, flat_shard=flat, decays=placement.decays)
             self.sharded_params.append(shard)
         dtype = compute_dtype if compute_dtype and first.is_floating_point() else first.dtype
         encoding = encoding(self) if callable(encoding) else encoding
