@@ -147,7 +147,7 @@ def test_any_model_can_be_asked_for(tmp_path, capsys):
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(sizes))
     main(["--config", str(tmp_path), "--gpus", "8", "--batch", "64", "--top", "1"])
-    assert f"--model {tmp_path / 'config.json'} --layout" in re.sub(r" \\\n +", " ", capsys.readouterr().out)
+    assert f"--hf-config {tmp_path / 'config.json'} --layout" in re.sub(r" \\\n +", " ", capsys.readouterr().out)
     with pytest.raises(SystemExit):
         options(["--config", str(tmp_path), "--experts", "4"])
     assert "--experts is 4, and the model's config.json says 8" in capsys.readouterr().err.splitlines()[-1]
