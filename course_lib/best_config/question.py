@@ -55,8 +55,8 @@ class Question:
         """
         settings |= {"schedule": self.schedules} if self.schedules else {}
         sizes = self.gpus, self.batch, self.seq, self.moe
-        limits = {"risk": self.risk, "max_tp": self.max_tp, "max_cp": self.max_cp}
-        ranking = search(self.config, self.cluster, *sizes, settings, **limits)
+        limits = self.risk, self.max_tp, self.max_cp
+        ranking = search(self.config, self.cluster, *sizes, settings, *limits)
         supported = supports(self.cluster.software.program, ranking.table)
         order, risky = (rows[supported[rows]] for rows in (ranking.order, ranking.risky))
         if missing := len(ranking.order) + len(ranking.risky) - len(order) - len(risky):
