@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 from course_lib.train import program
-from course_lib.train.settings import SettingsError
 
 
 def join_group() -> dist.Store:
@@ -47,15 +46,12 @@ def fails_first(store: dist.Store) -> bool:
 
 
 def run(argv: list[str]) -> int:
-    """Run the program, and return the exit status. A setting or a file that cannot be used is told in one line."""
-    is_first = os.environ.get("RANK", "0") == "0"
-    try:
-        with contextlib.nullcontext() if is_first else contextlib.redirect_stdout(io.StringIO()):
-            program.options(argv)  # --help and --print-config end here, without a group
-    except SettingsError as error:
-        if is_first:
-            print(f"train: {error}", file=sys.stderr)
-        return 2
+    """Run the program, and return the exit status. A file or a layout that cannot be used is told in one line."""
+    with contextlib.ExitStack() as silent:
+        if os.environ.get("RANK", "0") != "0":
+            for redirect in (contextlib.redirect_stdout, contextlib.redirect_stderr):
+                silent.enter_context(redirect(io.StringIO()))
+        program.options(argv)  # --help, --print-config and settings that cannot be used end here, without a group
     store = join_group()
     try:
         program.main(argv)
@@ -63,7 +59,7 @@ def run(argv: list[str]) -> int:
         if isinstance(error, SystemExit) and not isinstance(error.code, str):
             raise
         if fails_first(store):
-            print(f"train: {' '.join(str(error).split())}", file=sys.stderr)
+            print(f"train: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     dist.destroy_process_group()
     return 0

@@ -13,13 +13,10 @@ from test_launch import Launch, course, launch, launcher, make_course, running, 
 PROGRAM = '''\
 """A short program with the interface of course_lib.train.program."""
 
+import sys
 from pathlib import Path
 
 import torch.distributed as dist
-
-
-class SettingsError(ValueError):
-    pass
 
 
 def options(argv):
@@ -27,7 +24,8 @@ def options(argv):
         print("usage: train")
         raise SystemExit(0)
     if argv and not Path(argv[0]).is_file():
-        raise SettingsError(f"{argv[0]}: no such file")
+        print(f"train: error: {argv[0]}: no such file", file=sys.stderr)
+        raise SystemExit(2)
     return argv
 
 

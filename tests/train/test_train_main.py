@@ -18,14 +18,22 @@ import types
 import torch
 import torch.distributed as dist
 
-from course_lib.train.settings import read_settings
+from course_lib.train.settings import SettingsError, read_settings
 
 program = types.ModuleType("course_lib.train.program")
 sys.modules["course_lib.train.program"] = program
 
 
+def options(argv):
+    try:
+        return read_settings(argv)
+    except SettingsError as error:
+        print(f"train: error: {error}", file=sys.stderr)
+        raise SystemExit(2)
+
+
 def main(argv):
-    seed, rank = read_settings(argv).run.seed, dist.get_rank()
+    seed, rank = options(argv).run.seed, dist.get_rank()
     total = torch.tensor(rank + 1)
     dist.all_reduce(total)
     if seed == 1:
@@ -40,7 +48,7 @@ def main(argv):
         print(f"rank {rank} of {dist.get_world_size()}: total {total.item()}")
 
 
-program.options, program.main = read_settings, main
+program.options, program.main = options, main
 import course_lib.train
 
 course_lib.train.program = program
@@ -69,10 +77,10 @@ def test_one_process_needs_no_torchrun(start):
 @pytest.mark.parametrize(
     "options, status, told",
     [
-        (["--steps", "0"], 2, "train: --steps is 0; it must be 1 or more\n"),
-        (["--stepz", "3"], 2, "train: there is no option --stepz; did you mean --steps?\n"),
-        (["--seed", "1"], 1, "train: the text has no documents\n"),
-        (["--seed", "4"], 1, "train: a.jsonl: line 3\n"),
+        (["--steps", "0"], 2, "train: error: --steps is 0; it must be 1 or more\n"),
+        (["--stepz", "3"], 2, "train: error: there is no option --stepz; did you mean --steps?\n"),
+        (["--seed", "1"], 1, "train: error: the text has no documents\n"),
+        (["--seed", "4"], 1, "train: error: a.jsonl: line 3\n"),
     ],
 )
 def test_what_cannot_be_used_is_told_in_one_line(start, options, status, told):
@@ -94,4 +102,6 @@ def test_two_ranks_under_torchrun(start):
     status, out, err = start(ranks=2)
     assert (status, out) == (0, "rank 0 of 2: total 3\n"), err
     status, _, err = start("--seed", "2", ranks=2)
-    assert status == 1 and err.count("train: the last rank has no text\n") == 1
+    assert status == 1 and err.count("train: error: the last rank has no text\n") == 1
+    status, _, err = start("--steps", "0", ranks=2)
+    assert status == 1 and err.count("train: error: --steps is 0; it must be 1 or more\n") == 1
