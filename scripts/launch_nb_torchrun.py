@@ -1,9 +1,11 @@
-"""Export a notebook's cells and run its program under torchrun, on one process, one machine or a cluster.
+"""Run a program of the course under torchrun, on one process, one machine or a cluster: a notebook's, or train.
 
     python scripts/launch_nb_torchrun.py NOTEBOOK [options] [any torchrun option] [-- options of the program]
+    python scripts/launch_nb_torchrun.py train [options] [any torchrun option] [-- run.toml] [options of the program]
 
-NOTEBOOK is in notebooks/, or the learner's own in workbook/. All errors that can be detected in advance are reported
-before anything is written. Exit status: 0; 1 if a rank failed; 2 if the launch could not start; 130 after Ctrl-C.
+NOTEBOOK is in notebooks/, or the learner's own in workbook/; its cells are exported first. `train` is the training
+program of the library, course_lib.train. All errors that can be detected in advance are reported before anything is
+written. Exit status: 0; 1 if a rank failed; 2 if the launch could not start; 130 after Ctrl-C.
 """
 
 import argparse
@@ -33,9 +35,9 @@ def launcher_options() -> argparse.ArgumentParser:
     """Return the options of the launcher itself; all others are torchrun's."""
     parser = argparse.ArgumentParser(
         prog="launch_nb_torchrun.py",
-        usage="%(prog)s NOTEBOOK [options] [any torchrun option] [-- options of the program]",
-        description="Export a notebook's cells and run its main under torchrun.",
-        epilog="torchrun's options: python -m torch.distributed.run --help. The program's: %(prog)s NOTEBOOK -- --help",
+        usage="%(prog)s {NOTEBOOK,train} [options] [any torchrun option] [-- options of the program]",
+        description="Export a notebook's cells and run its main under torchrun, or run the training program, train.",
+        epilog="torchrun's options: python -m torch.distributed.run --help. The program's: %(prog)s train -- --help",
         allow_abbrev=False,
     )
     add, default = parser.add_argument, os.environ.get("PET_NPROC_PER_NODE", "auto")
@@ -115,7 +117,7 @@ def slurm_script(answered: argparse.Namespace, torchrun: list[str], program: Pro
     set_there = {*slurm.SETS} & given(torchrun) | ({"nproc_per_node"} if answered.nproc_per_node != "auto" else set())
     if set_there:
         raise LaunchError(f"--slurm sets --{min(set_there).replace('_', '-')} itself: leave it out")
-    command = [sys.executable, str(Path(__file__).resolve()), str(program.path.resolve())]
+    command = [sys.executable, str(Path(__file__).resolve()), program.argument]
     extra = [word for chapter in answered.reference for word in ("--reference", chapter)]
     extra += ["--unchecked"] * answered.unchecked + torchrun
     extra += ["--", *options] if options else []

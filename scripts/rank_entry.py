@@ -1,4 +1,4 @@
-"""The program of each rank: `main` of a notebook's default module, inside a process group. Errors are recorded.
+"""The program of each rank: `main` of a module of the library, inside a process group. Errors are recorded.
 
     python -m torch.distributed.run … scripts/rank_entry.py [options] MODULE [options of the program]
 
@@ -106,7 +106,7 @@ def join_group() -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Import the notebook's module and run its `main`, between joining and leaving the process group."""
+    """Import the module and run its `main`, between joining and leaving the process group."""
     gc.disable()  # imports create many objects and free few
     open_library(args.overlay, args.reference_modules)
     import torch.distributed

@@ -5,7 +5,7 @@
 
 Models that the course cannot train are read as a PlannedConfig: windows of attention, latent attention, layers without
 experts (`model_kinds`). Position scaling and activations do not change a matrix and are ignored; `launch.launch` says
-so if notebook 10's program refuses such a model. Models for which the planner has no formula are refused with the
+so if the training program refuses such a model. Models for which the planner has no formula are refused with the
 reason.
 """
 

@@ -165,6 +165,7 @@ def estimate_all(
 PIPELINE_STARVES = "the pipeline has an empty stage, or fewer micro-batches than it needs"
 OUT_OF_MEMORY = "out of memory"
 TP_LIMIT = "degrees: tp is above the limit of the question"
+CP_LIMIT = "degrees: cp is above the limit of the question"
 RISKY = "more likely to run out of memory than is allowed"
 
 
@@ -202,10 +203,12 @@ def search(
     settings: dict[str, tuple] | None = None,
     risk: float = RISK,
     max_tp: int | None = None,
+    max_cp: int | None = None,
 ) -> Ranking:
     """Rank every layout of `gpus` GPUs for a global batch of sequences by tokens/s. settings: values to try of each
     setting, in place of SETTINGS; context parallelism is a zig-zag ring. risk: the largest `Estimate.risk` of a layout
-    in the order; riskier layouts that need less than the usable memory are in `risky`. max_tp: the largest tp to try.
+    in the order; riskier layouts that need less than the usable memory are in `risky`. max_tp, max_cp: the largest tp
+    and cp to try.
     Raises ValueError as `check_job` does, for a risk that is no probability above 0, and for an unknown setting or
     value.
     """
@@ -215,6 +218,7 @@ def search(
     values = values_to_try(cluster, gpus, batch, moe, settings or {})
     reasons, table = ["fits"], degrees(gpus)
     rules = degree_rules(config, table, batch, seq) | ({TP_LIMIT: table.tp > max_tp} if max_tp else {})
+    rules |= {CP_LIMIT: table.cp > max_cp} if max_cp else {}
     of_degrees = first_reason(rules, reasons)
     table = with_settings(table.where(of_degrees == 0), batch, values)
     of_settings = first_reason(setting_rules(config, table, batch, seq, moe), reasons)

@@ -78,6 +78,7 @@ def add_program_and_search(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("the search").add_argument
     add("--layout", help="one layout to judge, such as dp128,pp16,tp8,sp,zero1")
     add("--max-tp", type=int, help="the largest tp to try")
+    add("--max-cp", type=int, help="the largest cp to try; 1 for a run with document masks")
     add("--schedules", help="pipeline schedules to try, such as 1f1b,interleaved; all by default")
     risk = f"the largest risk of running out of memory that a layout may have, 0 to 1; {RISK:g} by default"
     add("--risk", type=float, default=RISK, help=risk)
@@ -105,7 +106,7 @@ def read_question(args: argparse.Namespace) -> Question:
     layout = Layout.parse(args.layout) if args.layout is not None else None
     gpus = args.gpus if args.gpus is not None else layout.ranks if layout else 64
     schedules = tuple(args.schedules.replace(" ", "").split(",")) if args.schedules is not None else None
-    limits = args.risk, args.max_tp, schedules, layout
+    limits = args.risk, args.max_tp, schedules, layout, args.max_cp
     question = Question(str(args.preset or args.config), config, cluster, gpus, args.batch, args.seq, moe, *limits)
     check_question(question)
     if args.top < 1 or not 0 < (1 if args.tokens is None else args.tokens) < math.inf:

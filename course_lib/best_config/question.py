@@ -32,8 +32,8 @@ TITLES = {"course": "this course's program, unfused", "course, kernels": "this c
 @dataclass(frozen=True)
 class Question:
     """A job that needs a layout. name: a preset, or the file of `config`; moe: arguments of apply_moe; risk: the
-    largest risk of running out of memory that a recommended layout may have; max_tp: the largest tp to try; schedules:
-    the pipeline schedules to try (None: all); layout: a layout to compare with the best.
+    largest risk of running out of memory that a recommended layout may have; max_tp, max_cp: the largest tp and cp to
+    try; schedules: the pipeline schedules to try (None: all); layout: a layout to compare with the best.
     """
 
     name: str
@@ -47,6 +47,7 @@ class Question:
     max_tp: int | None = None
     schedules: tuple[str, ...] | None = None
     layout: Layout | None = None
+    max_cp: int | None = None
 
     def search(self, **settings) -> Ranking:
         """Return the ranking of all layouts that the question allows and its program supports. Raises ValueError as
@@ -54,7 +55,8 @@ class Question:
         """
         settings |= {"schedule": self.schedules} if self.schedules else {}
         sizes = self.gpus, self.batch, self.seq, self.moe
-        ranking = search(self.config, self.cluster, *sizes, settings, risk=self.risk, max_tp=self.max_tp)
+        limits = self.risk, self.max_tp, self.max_cp
+        ranking = search(self.config, self.cluster, *sizes, settings, *limits)
         supported = supports(self.cluster.software.program, ranking.table)
         order, risky = (rows[supported[rows]] for rows in (ranking.order, ranking.risky))
         if missing := len(ranking.order) + len(ranking.risky) - len(order) - len(risky):
@@ -124,8 +126,9 @@ def check_question(question: Question) -> None:
     check_job(question.config, question.cluster, question.gpus, question.batch, question.seq, question.moe)
     if not 0 < question.risk <= 1:
         raise ValueError(f"risk {question.risk}: it must be a probability above 0")
-    if question.max_tp is not None and question.max_tp < 1:
-        raise ValueError(f"--max-tp {question.max_tp}: it must be 1 or more")
+    for name, most in (("tp", question.max_tp), ("cp", question.max_cp)):
+        if most is not None and most < 1:
+            raise ValueError(f"--max-{name} {most}: it must be 1 or more")
     for schedule in question.schedules or ():
         if schedule not in SCHEDULES:
             raise ValueError(f"--schedules {schedule}: it is none of {', '.join(SCHEDULES)}")
@@ -139,7 +142,8 @@ def check_question(question: Question) -> None:
         check_heads(heads, kv_heads, layout.cp)
     if layout.ep > 1 and question.moe is None:
         raise ValueError(f"--layout {layout}: ep {layout.ep}, and the model has no experts: make ep 1")
-    if layout.tp > (question.max_tp or layout.tp):
-        raise ValueError(f"--layout {layout}: tp {layout.tp}, and --max-tp is {question.max_tp}")
+    for name, most in (("tp", question.max_tp), ("cp", question.max_cp)):
+        if (degree := getattr(layout, name)) > (most or degree):
+            raise ValueError(f"--layout {layout}: {name} {degree}, and --max-{name} is {most}")
     if layout.pp > 1 and layout.schedule not in (question.schedules or (layout.schedule,)):
         raise ValueError(f"--layout {layout}: schedule {layout.schedule} is none of --schedules")

@@ -1,13 +1,14 @@
-"""The program of a notebook: the module to start, and the library modules that the notebook changes.
+"""The program of a launch: the module to start, and the library modules that a notebook changes.
 
 A notebook in notebooks/ exports to course_lib/. For a learner's notebook in workbook/, its passed answers and those in
 earlier notebooks are spliced into copies of the library's modules (answers.py). The copies go to workbook/course_lib,
-which takes precedence over course_lib, so a job runs everything that a learner has built so far. Nothing here writes
-files.
+which takes precedence over course_lib, so a job runs everything that a learner has built so far. `train` is no
+notebook: it is course_lib.train of the reference, and changes no module. Nothing here writes files.
 """
 
 import ast
 import contextlib
+import difflib
 import io
 import os
 from collections.abc import Callable
@@ -34,6 +35,7 @@ from launcher.answers import Answers, copies, has_answer_of
 from launcher.first_error import shown
 
 WORKBOOK = ROOT / "workbook"
+TRAIN = "train"  # names the training program of the library
 
 
 class LaunchError(ValueError):
@@ -42,10 +44,10 @@ class LaunchError(ValueError):
 
 @dataclass
 class Program:
-    """A notebook that is ready to be launched."""
+    """A program that is ready to be launched."""
 
-    path: Path  # of the notebook
-    notebook: dict  # its content
+    path: Path  # of the notebook, or TRAIN
+    notebook: dict  # its content; {} for TRAIN
     module: str  # the module whose main is started
     library: Path  # the folder that its modules go to
     texts: dict[str, str]  # their new content; without export, their present content
@@ -59,6 +61,11 @@ class Program:
         """The learner's library, if the notebook is a learner's."""
         return None if self.library == LIBRARY else self.library
 
+    @property
+    def argument(self) -> str:
+        """The argument that names the program to a launcher in any folder."""
+        return str(self.path.resolve()) if self.notebook else TRAIN
+
     def processes(self) -> object:
         """The number of processes in the notebook's metadata, or None."""
         course = self.notebook.get("metadata", {}).get("course", {})
@@ -66,20 +73,21 @@ class Program:
 
 
 def read_program(argument: str, chapters: list[str], export: bool, unchecked: bool = False) -> Program:
-    """Return the program of the notebook that the user named. chapters: the ones to take from the reference; unchecked:
-    also take a learner's answers whose checks have not passed.
+    """Return the program that the user named: a notebook's, or TRAIN. chapters: the ones to take from the reference;
+    unchecked: also take a learner's answers whose checks have not passed.
     """
+    if argument == TRAIN:
+        return train_program(chapters, unchecked)
+    if difflib.get_close_matches(argument, [TRAIN]) and not Path(argument).exists():
+        raise LaunchError(f"{argument}: no such file; did you mean {TRAIN}?")
     notebook = read_notebook(Path(argument))
     folder, name = Path(argument).resolve().parent, Path(argument).resolve().name
     if folder not in (NOTEBOOKS, WORKBOOK):
         raise LaunchError(f"{argument} is not of this course: neither in {shown(NOTEBOOKS)} nor in {shown(WORKBOOK)}")
     if not LIBRARY.is_dir():
         raise LaunchError(f"there is no {shown(LIBRARY)}, the library of the course")
-    for option, given in (("--reference", chapters), ("--unchecked", unchecked)):
-        if given and folder == NOTEBOOKS:
-            raise LaunchError(
-                f"{option} is for a notebook of workbook/: one of notebooks/ has nothing but the reference"
-            )
+    if folder == NOTEBOOKS:
+        check_reference("one of notebooks/", chapters, unchecked)
     for each in chapters:
         if not any(is_of(notebook, [each]) for notebook in NOTEBOOKS.glob("*.ipynb")):
             raise LaunchError(f"--reference {each}: no such chapter; it takes two digits, as in --reference 05")
@@ -96,6 +104,22 @@ def read_program(argument: str, chapters: list[str], export: bool, unchecked: bo
     answered = sorted(answers.taken, key=course_position)
     not_taken = passed_over(library, chapters, texts if export else None)
     return Program(path, notebook, module, library, texts, answered, answers.blank, answers.refused, not_taken)
+
+
+def train_program(chapters: list[str], unchecked: bool) -> Program:
+    """Return the training program of the library, which starts without an export."""
+    check_reference(TRAIN, chapters, unchecked)
+    module = f"{TRAIN}.program"
+    if not library_text(module):
+        raise LaunchError(f"there is no {shown(module_file(LIBRARY, module))}, the training program of the library")
+    return Program(Path(TRAIN), {}, module, LIBRARY, {}, [], [], {}, [])
+
+
+def check_reference(who: str, chapters: list[str], unchecked: bool) -> None:
+    """Raise LaunchError for options that choose between a learner's answers and the reference."""
+    for option, given in (("--reference", chapters), ("--unchecked", unchecked)):
+        if given:
+            raise LaunchError(f"{option} is for a notebook of workbook/: {who} has nothing but the reference")
 
 
 def spliced_modules(notebook: dict, path: Path) -> dict[str, str]:
@@ -184,4 +208,5 @@ def parse(parser: Callable, words: object, who: object) -> object:
         text = output.getvalue().split("error: ")[-1] or str(stop.code)
         raise LaunchError(f"{who}: {' '.join(text.split())}") from None
     except Exception as error:
-        raise LaunchError(f"{who}: {type(error).__name__}: {' '.join(str(error).split())}") from None
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise LaunchError(f"{who}: {kind}{' '.join(str(error).split())}") from None

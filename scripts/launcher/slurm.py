@@ -61,8 +61,8 @@ def parse(text: str) -> dict[str, str]:
 
 
 def script(wanted: dict[str, str], name: str, launcher: list[str], options: list[str], restarts: bool) -> str:
-    """Return the sbatch script. launcher: python, the launcher and the notebook; options: the user's own; restarts:
-    whether Slurm requeues the job after a node failure.
+    """Return the sbatch script. launcher: python, the launcher and the notebook, or train; options: the user's own;
+    restarts: whether Slurm requeues the job after a node failure.
     """
     extra = [f"--time={wanted['time']}"] if "time" in wanted else []
     extra += ["--requeue", "--open-mode=append"] if restarts else []

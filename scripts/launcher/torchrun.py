@@ -20,7 +20,7 @@ def arguments(options: list[str], namespace: argparse.Namespace | None = None) -
 
 
 def split_notebook(words: list[str]) -> tuple[str, list[str]]:
-    """Return the notebook and torchrun's options from a command line with both in any order."""
+    """Return the notebook, or train, and torchrun's options from a command line with both in any order."""
     from torch.distributed.run import get_args_parser
 
     try:
@@ -28,7 +28,8 @@ def split_notebook(words: list[str]) -> tuple[str, list[str]]:
     except LaunchError as error:
         if "training_script" not in str(error):
             raise
-        raise LaunchError("which notebook? As in: launch_nb_torchrun.py notebooks/01_single_gpu.ipynb") from None
+        example = "launch_nb_torchrun.py notebooks/01_single_gpu.ipynb, or launch_nb_torchrun.py train"
+        raise LaunchError(f"which notebook? As in: {example}") from None
     after = read.training_script_args  # torchrun takes all that follows the script for the script's own
     options = words[: len(words) - len(after) - 1] + after
     checked = arguments(options)
@@ -36,7 +37,7 @@ def split_notebook(words: list[str]) -> tuple[str, list[str]]:
         raise LaunchError(f"one notebook at a time: '{checked.training_script}' is too many (is a '--' missing?)")
     for name, option in SAYS_WHAT_RUNS.items():
         if getattr(checked, name):
-            raise LaunchError(f"{option} says what torchrun runs: here it is the notebook's module")
+            raise LaunchError(f"{option} says what torchrun runs: here it is the notebook's module, or train's")
     return read.training_script, options
 
 

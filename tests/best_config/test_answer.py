@@ -24,13 +24,17 @@ from course_lib.best_config.model_files import read_config
 from course_lib.best_config.one_layout import time_differences
 from course_lib.best_config.planner import estimate, search
 from course_lib.best_config.program_features import MISSING
-from course_lib.best_config.question import Question, program_title, with_program
+from course_lib.best_config.question import Question, with_program
 from course_lib.best_config.simplicity import NEAR, SAME, answer_rows
 from course_lib.best_config.tested import untested
-from course_lib.checkpoint import program as five_d
-from course_lib.five_d.layouts import Layout
+from course_lib.checkpoint.hf_files import from_hf_config, read_hf_config
+from course_lib.expert_parallel.sizes import moe_options
+from course_lib.five_d.layouts import Layout, check_layout
+from course_lib.single_gpu.config import ModelConfig
 from course_lib.single_gpu.memory import param_count
 from course_lib.single_gpu.model import PRESETS
+from course_lib.train.sections import Settings
+from course_lib.train.settings import read_settings
 from launch_nb_torchrun import launcher_options
 from launcher import slurm
 from launcher.torchrun import arguments, split_notebook
@@ -105,23 +109,42 @@ def test_jobs_near_by_are_whole_nodes_and_real_gains():
         assert one["uncommon"] == [] and Layout.parse(one["layout"]).ranks == there.gpus
 
 
+def settings_of(line: str) -> tuple[Settings, ModelConfig, dict | None]:
+    """Return the settings of a command, and the model's sizes and experts; the layout fits them, as check_layout says,
+    and what does not combine is not combined.
+    """
+    words = shlex.split(line)
+    settings = read_settings(words[words.index("--") + 1 :])
+    model, moe = settings.model, None
+    if model.preset:
+        config = PRESETS[model.preset]
+    else:
+        config, moe = from_hf_config(model.from_hf) if model.from_hf else read_hf_config(model.hf_config)
+    moe, layout = moe_options(model, moe), Layout.parse(settings.layout.layout)
+    check_layout(config, layout, layout.ranks, settings.run.batch, settings.run.seq, moe)
+    assert not (layout.cp > 1 and settings.data.document_masks)
+    assert not (layout.sequence_parallel and settings.precision.fp8 != "none")
+    return settings, config, moe
+
+
 @pytest.mark.parametrize("asked", [EIGHT, UNEVEN, MIXTURE], ids=lambda asked: f"{asked.name} {asked.gpus}")
 def test_the_command_is_one_that_the_program_takes(asked):
-    """By the parsers of the launcher, of torchrun and of notebook 10's program, which checks the layout as well."""
+    """By the parsers of the launcher, of torchrun and of the training program."""
     for layout in answer(asked, 4)["layouts"]:
         said = launch(asked, Layout.parse(layout["layout"]), 1e12)
         words = shlex.split(said["command"])
         assert words[:2] == ["python", "scripts/launch_nb_torchrun.py"]
         options, rest = launcher_options().parse_known_args(words[2 : words.index("--")])
         notebook, torchrun = split_notebook(rest)
-        chosen = five_d.options(words[words.index("--") + 1 :])
-        assert notebook == "notebooks/10_5d.ipynb" and str(chosen.layout) == layout["layout"]
+        chosen, _, moe = settings_of(said["command"])
+        run = chosen.run
+        assert notebook == "train" and chosen.layout.layout == layout["layout"]
         nodes = int(arguments([*torchrun, "--nproc-per-node", options.nproc_per_node]).nnodes.split(":")[0])
-        assert nodes * int(options.nproc_per_node) == chosen.layout.ranks == asked.gpus
-        assert (chosen.preset, chosen.batch, chosen.seq, chosen.dtype) == (asked.name, asked.batch, asked.seq, "bf16")
-        assert chosen.steps == np.ceil(1e12 / asked.batch / asked.seq)
-        moe = {"experts": 8, "top_k": 2, "ffn_hidden": 1024, "aux_loss_coeff": 0.01} if asked is MIXTURE else None
-        assert chosen.moe == moe
+        assert nodes * int(options.nproc_per_node) == asked.gpus
+        assert (chosen.model.preset, run.batch, run.seq) == (asked.name, asked.batch, asked.seq)
+        assert run.steps == np.ceil(1e12 / asked.batch / asked.seq)
+        assert moe == ({"experts": 8, "top_k": 2, "ffn_hidden": 1024} if asked is MIXTURE else None)
+        assert (chosen.precision.dtype, chosen.kernels.chunked_loss, chosen.kernels.kernels) == ("bf16", False, False)
         words = shlex.split(said["slurm"])
         options, rest = launcher_options().parse_known_args(words[2 : words.index("--")])
         wanted = slurm.parse(options.slurm)
@@ -183,16 +206,37 @@ def test_a_device_that_the_course_does_not_know_has_its_peak_in_the_command():
     assert "--peak-tflops 800" in launch(other, Layout(dp=8))["command"]
     assert "--peak-tflops" not in launch(EIGHT, Layout(dp=8))["command"]
     shared = dataclasses.replace(MIXTURE, moe=MOE | {"shared": 1})
-    assert "--experts 8 --top-k 2 --expert-hidden 1024 --shared 1" in launch(shared, Layout())["command"]
+    command = launch(shared, Layout(dp=20))["command"]
+    assert "--experts 8 --top-k 2 --expert-hidden 1024 --shared 1" in command
+    assert settings_of(command)[2] == MOE | {"shared": 1}
 
 
-@pytest.mark.parametrize("change", [{"kernels": True}, {"fp8": True}, {"fused_loss": True}, {"software": "Llama 3"}])
-def test_no_command_is_printed_for_another_program(change):
-    """Notebook 10's program has neither kernels nor FP8: its numbers would be others."""
-    other = dataclasses.replace(EIGHT, cluster=with_program(H100, **change))
-    said = launch(other, Layout(dp=8))
-    assert "command" not in said and f"the answer is for {program_title(other.cluster.software)}" in said["note"]
-    assert "command" in launch(EIGHT, Layout(dp=8))
+@pytest.mark.parametrize(
+    "change, layout, kernels, chunked_loss, fp8",
+    [
+        ({}, "dp8", False, False, "none"),
+        ({}, "dp4,cp2", False, False, "none"),
+        ({"kernels": True}, "dp4,tp2,sp", True, True, "none"),
+        ({"fused_loss": True}, "dp8", False, True, "none"),
+        ({"fp8": True}, "dp4,tp2", False, False, "transformer-engine"),
+        ({"kernels": True, "fp8": True}, "dp8,zero3", True, True, "transformer-engine"),
+    ],
+)
+def test_the_command_computes_as_the_answer_counts(change, layout, kernels, chunked_loss, fp8):
+    asked = dataclasses.replace(EIGHT, cluster=with_program(H100, **change))
+    chosen = settings_of(launch(asked, Layout.parse(layout))["command"])[0]
+    assert (chosen.kernels.kernels, chosen.kernels.chunked_loss, chosen.precision.fp8) == (kernels, chunked_loss, fp8)
+
+
+def test_no_command_is_printed_for_another_program():
+    """Its numbers would be others. Experts stay in BF16, and 8-bit layers are not sequence-parallel."""
+    other = dataclasses.replace(EIGHT, cluster=with_program(H100, "Llama 3"))
+    assert launch(other, Layout(dp=8)) == {"note": "no command: the answer is for Llama 3"}
+    fp8 = {"cluster": with_program(H100, fp8=True)}
+    said = launch(dataclasses.replace(EIGHT, **fp8), Layout.parse("dp4,tp2,sp"))
+    assert "command" not in said and said["note"].endswith("combine them with sequence parallelism (sp)")
+    said = launch(dataclasses.replace(MIXTURE, **fp8), Layout(dp=20))
+    assert "command" not in said and said["note"].endswith("combine them with experts, which stay in BF16")
 
 
 @pytest.mark.parametrize("layout, noted", [("dp8,zero2", False), ("dp8,zero3", True), ("dp4,tp2", True)])
@@ -255,18 +299,19 @@ SAFE, BIN = ("model.safetensors",), ("pytorch_model.bin",)
         ({"model_type": "mistral", "sliding_window": None}, SAFE, "--from-hf", "starts from the weights"),
         ({"rope_scaling": LLAMA3, "rope_theta": 5e5}, SAFE, "--from-hf", "starts from the weights"),
         (FP8, SAFE, "--from-hf", "starts from the weights"),
-        ({}, (), "--model", "has no model.safetensors; it starts from random weights"),
-        ({"model_type": "qwen3"}, BIN, "--model", "only pytorch_model.bin: load the model with transformers"),
+        ({}, (), "--hf-config", "has no model.safetensors; it starts from random weights"),
+        ({"model_type": "qwen3"}, BIN, "--hf-config", "only pytorch_model.bin: load the model with transformers"),
         (YARN, SAFE, None, "rope_type is yarn, not default or llama3"),
         ({"model_type": "mistral", "sliding_window": 64}, (), None, "sliding_window is 64, not None"),
         ({"model_type": "qwen3", "attention_bias": True}, SAFE, None, "attention_bias is True, not False"),
         ({"hidden_act": "gelu"}, (), None, "hidden_act is gelu, not silu"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, (), None, "rotary_factor is 0.5"),
-        ({"quantization_config": {"quant_method": "gptq"}}, SAFE, None, "quant_method gptq"),
+        ({"quantization_config": {"quant_method": "gptq"}}, SAFE, "--hf-config", "gptq), not by fp8"),
         ({"num_attention_heads": 8, "hidden_size": 516, "head_dim": 64}, SAFE, None, "hidden size"),
         (MIXTRAL, SAFE, "--from-hf", "starts from the weights"),
-        (MIXTRAL, (), "--model", "starts from random weights"),
+        (MIXTRAL, (), "--hf-config", "starts from random weights"),
         (QWEN3_MOE, SAFE, "--from-hf", "starts from the weights"),
+        (QWEN3_MOE, (), "--hf-config", "starts from random weights"),
         (QWEN3_MOE | {"model_type": "qwen2_moe"}, SAFE, None, "model_type is qwen2_moe, not llama"),
         (QWEN3_MOE | {"norm_topk_prob": False}, SAFE, None, "norm_topk_prob is False"),
     ],
@@ -283,18 +328,18 @@ def test_a_command_is_printed_where_the_program_takes_the_model(change, weights,
         assert note in said["note"] and "\n" not in said["note"], said
         assert ("command" in said) == ("slurm" in said) == (options is not None), said
     if options is None:
-        for source in ("--from-hf", "--model")[: 1 if "quantization_config" in change else 2]:
-            with pytest.raises(SystemExit):
-                five_d.options([source, str(folder)])
+        assert said["note"].startswith("no command: the course's Transformer is not this model (")
+        for read in (read_hf_config, from_hf_config):
+            with pytest.raises(ValueError):
+                read(folder)
         return
     for line in (launch(asked, Layout(dp=8))[name] for name in ("command", "slurm")):
         words = shlex.split(line)
         words = words[words.index("--") + 1 :]
         assert words[:2] == [options, str(folder if options == "--from-hf" else folder / "config.json")]
-        chosen = five_d.options(words)
-        assert param_count(chosen.config) == param_count(config)
-        sizes = {name: value for name, value in (chosen.moe or {}).items() if name != "aux_loss_coeff"}
-        assert sizes == {name: value for name, value in (moe or {}).items() if name != "shared"}
+        _, chosen, experts = settings_of(line)
+        assert param_count(chosen) == param_count(config)
+        assert (experts or {}) == {name: value for name, value in (moe or {}).items() if name != "shared"}
 
 
 def test_a_config_by_another_name_is_not_the_one_beside_it(tmp_path):
@@ -302,7 +347,7 @@ def test_a_config_by_another_name_is_not_the_one_beside_it(tmp_path):
     file = tmp_path / "small.json"
     file.write_text(json.dumps(DENSE))
     said = launch(Question(str(file), read_config(file)[0], H100, 8, 64), Layout(dp=8))
-    assert f"--model {file} --layout dp8" in said["command"]
+    assert f"--hf-config {file} --layout dp8" in said["command"]
     assert said["note"].startswith("it starts from random weights")
     assert "No such file" in launch(dataclasses.replace(EIGHT, name="mine"), Layout())["note"]
 
@@ -311,17 +356,17 @@ def test_experts_of_a_dense_config_start_from_random_weights(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(DENSE))
     (tmp_path / "model.safetensors").touch()
     said = launch(Question(str(tmp_path), read_config(tmp_path)[0], H100, 8, 64, moe=MOE), Layout(dp=8))
-    words = shlex.split(said["command"])
-    chosen = five_d.options(words[words.index("--") + 1 :])
-    assert chosen.model == tmp_path / "config.json" and said["note"].startswith("it starts from random weights")
-    assert chosen.moe == {"experts": 8, "top_k": 2, "ffn_hidden": 1024, "aux_loss_coeff": 0.01}
+    chosen, _, moe = settings_of(said["command"])
+    assert chosen.model.hf_config == str(tmp_path / "config.json")
+    assert said["note"].startswith("it starts from random weights")
+    assert moe == {"experts": 8, "top_k": 2, "ffn_hidden": 1024}
 
 
 def test_without_transformers_the_command_has_a_caveat(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(DENSE))
     monkeypatch.setitem(sys.modules, "transformers", None)
     said = launch(Question(str(tmp_path), read_config(tmp_path)[0], H100, 8, 64), Layout(dp=8))
-    assert "--model" in said["command"] and "whether the program takes this model, is not installed" in said["note"]
+    assert "--hf-config" in said["command"] and "whether the program takes this model, is not installed" in said["note"]
 
 
 def test_where_nothing_fits_the_leanest_is_named():

@@ -18,7 +18,7 @@ from course_lib.best_config.layouts import (
     setting_rules,
     with_settings,
 )
-from course_lib.best_config.planner import RISK, RISKY, TP_LIMIT, estimate, search, why_not
+from course_lib.best_config.planner import CP_LIMIT, RISK, RISKY, TP_LIMIT, estimate, search, why_not
 from course_lib.best_config.recipe import recipe
 from course_lib.best_config.stage_loads import bubble_share
 from course_lib.best_config.tables import LayoutTable
@@ -153,13 +153,13 @@ def test_groups_of_a_few_nodes_hold_the_same_shards():
     assert alone == 1
 
 
-def test_a_limit_on_tp_is_a_reason():
-    free, limited = (search(LLAMA, H100, 64, 256, max_tp=most) for most in (None, 4))
-    assert max(free.table.tp) > 4 == max(limited.table.tp)
-    rejected = limited.rejected[TP_LIMIT]
-    assert rejected > 0 and TP_LIMIT not in free.rejected
-    e = free.estimate
-    assert (e.step_s[free.order][free.table.tp[free.order] <= 4] == limited.estimate.step_s[limited.order]).all()
+@pytest.mark.parametrize("name, reason", [("tp", TP_LIMIT), ("cp", CP_LIMIT)])
+def test_a_limit_on_a_degree_is_a_reason(name, reason):
+    free, limited = (search(LLAMA, H100, 64, 256, **{f"max_{name}": most}) for most in (None, 4))
+    degree = getattr(free.table, name)
+    assert max(degree) > 4 == max(getattr(limited.table, name))
+    assert limited.rejected[reason] > 0 and reason not in free.rejected
+    assert (free.estimate.step_s[free.order][degree[free.order] <= 4] == limited.estimate.step_s[limited.order]).all()
 
 
 def test_mfu_with_half_of_the_scores():

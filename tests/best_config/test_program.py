@@ -147,7 +147,7 @@ def test_any_model_can_be_asked_for(tmp_path, capsys):
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(sizes))
     main(["--config", str(tmp_path), "--gpus", "8", "--batch", "64", "--top", "1"])
-    assert f"--model {tmp_path / 'config.json'} --layout" in re.sub(r" \\\n +", " ", capsys.readouterr().out)
+    assert f"--hf-config {tmp_path / 'config.json'} --layout" in re.sub(r" \\\n +", " ", capsys.readouterr().out)
     with pytest.raises(SystemExit):
         options(["--config", str(tmp_path), "--experts", "4"])
     assert "--experts is 4, and the model's config.json says 8" in capsys.readouterr().err.splitlines()[-1]
@@ -164,13 +164,24 @@ def test_a_layout_says_how_many_gpus():
 
 
 def test_limits_and_programs_are_of_the_question():
-    line = ["--software", "Megatron-LM", "--fused-loss", "--fp8", "--max-tp", "4", "--schedules", "1f1b, interleaved"]
+    line = [
+        "--software",
+        "Megatron-LM",
+        "--fused-loss",
+        "--fp8",
+        "--max-tp",
+        "4",
+        "--schedules",
+        "1f1b, interleaved",
+        "--max-cp",
+        "1",
+    ]
     asked = options([*SMALL, *line, "--cluster", "h200"]).question
     assert asked.max_tp == 4 and asked.schedules == ("1f1b", "interleaved")
     expected = dataclasses.replace(SOFTWARE["Megatron-LM"], fused_loss=True, matmul_dtype="fp8")
     assert asked.cluster == dataclasses.replace(CLUSTERS["H200"], software=expected)
     table = asked.search().table
-    assert max(table.tp) == 4 and set(table.schedule) == {"1f1b", "interleaved"}
+    assert max(table.tp) == 4 and max(table.cp) == 1 and set(table.schedule) == {"1f1b", "interleaved"}
     assert options([*SMALL, "--cluster", "rtx 4090"]).question.cluster == CLUSTERS["RTX 4090"]
     assert options([*SMALL, "--cluster", "h100, efa", "--software", "Nanotron"]).question.cluster.software == NANOTRON
 
@@ -197,6 +208,7 @@ def test_limits_and_programs_are_of_the_question():
         (["--cluster", "H100, EFA", "--software", "Megatron-LM"], "has constants of its own program: leave out"),
         (["--cluster", "A100", "--fp8"], ": these GPUs have no FP8"),
         (["--max-tp", "0"], "--max-tp 0: it must be 1 or more"),
+        (["--max-cp", "0"], "--max-cp 0: it must be 1 or more"),
         (["--schedules", "1f1b,gpipe"], "--schedules gpipe: it is none of 1f1b, "),
         (["--schedules", ""], "--schedules : it is none of 1f1b, "),
         (["--layout", "dp8,tp2"], "= 16 ranks, and there are 8: make dp 4"),

@@ -23,7 +23,7 @@ EIGHT = Question("llama3.2-1B", PRESETS["llama3.2-1B"], H100, 8, 64)
 def test_a_question_is_asked_again_from_its_json(tmp_path):
     """With constants, experts, limits and a layout; and a model that is in a file."""
     cluster = dataclasses.replace(CLUSTERS["H200"], name="ours", network=25e9, software=NANOTRON)
-    more = {"moe": {"experts": 8, "top_k": 2}, "risk": 0.2, "max_tp": 4, "schedules": ("1f1b",)}
+    more = {"moe": {"experts": 8, "top_k": 2}, "risk": 0.2, "max_tp": 4, "max_cp": 2, "schedules": ("1f1b",)}
     more |= {"layout": Layout(dp=8, ep=2), "cluster": cluster.with_software(fused_loss=True)}
     asked = dataclasses.replace(EIGHT, **more)
     said = json.loads(json.dumps(answer(asked, 3)))

@@ -1,5 +1,5 @@
-"""README's answer is what the program of course_lib.best_config says; a failure prints what it should have.
-CPU.
+"""README's answer is what the program of course_lib.best_config says, and its command, which docs/planner.md repeats; a
+failure prints what it should have. CPU.
 """
 
 import re
@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from course_lib.best_config.answer_text import in_lines
 from course_lib.best_config.program import as_text, main
 
 PROGRAM = "$ python -m course_lib.best_config "
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCK = README[README.index(PROGRAM) :].split("```")[0]
 ANSWER = BLOCK.removeprefix(PROGRAM).strip().splitlines()
 ROWS = 4  # of the table
@@ -43,3 +45,10 @@ def test_the_answer_in_readme_is_the_programs():
     expected = excerpt(ANSWER[0])
     if len(expected) != len(ANSWER) or not all(map(alike, ANSWER, expected)):
         pytest.fail("README should have:\n\n" + PROGRAM + "\n".join(expected), pytrace=False)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/planner.md"])
+def test_the_command_is_the_programs(page):
+    command = in_lines(main(shlex.split(ANSWER[0]))["launch"]["command"])
+    if command not in (ROOT / page).read_text(encoding="utf-8"):
+        pytest.fail(f"{page} should have:\n\n{command}", pytrace=False)

@@ -291,7 +291,7 @@ BAD_OPTIONS = [
     (f"{TOY} --nnodes 2", "--nnodes 2 needs --rdzv-endpoint"),
     (f"{TOY} --max-restarts -1", "torchrun: max_restarts must be >= 0"),
     (f"{TOY} --redirects 9", "torchrun: 9 does not match"),
-    (f"{TOY} --rdzv-endpoint localhost:99999", "torchrun: ValueError: The port number"),
+    (f"{TOY} --rdzv-endpoint localhost:99999", "torchrun: The port number"),
     (f"{TOY} --log-dir {TOY}", "is a file"),
     (f"{TOY} --no-python", "--no-python says what torchrun runs"),
     (f"{TOY} --reference 06", "--reference is for a notebook of workbook/"),

@@ -1,0 +1,86 @@
+"""The training program without the course's launcher, for a machine that has only the library.
+
+    python -m course_lib.train run.toml --steps 10                          one process
+    torchrun --nproc-per-node 8 -m course_lib.train run.toml --steps 10     one process per GPU
+
+A process joins the default group, NCCL on GPU number LOCAL_RANK or gloo on the CPU, and calls `program.main`. Exit
+status: 0; 1 after an error; 2 for settings that cannot be used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+import traceback
+
+import torch
+import torch.distributed as dist
+
+from course_lib.train import program
+
+
+def join_group() -> dist.Store:
+    """Initialize the default process group, and return its store. Without torchrun the group is this process alone,
+    and needs no port.
+    """
+    store, rank, world_size = dist.HashStore(), 0, 1
+    if "RANK" in os.environ:
+        store, rank, world_size = next(dist.rendezvous("env://"))
+    backend, device = "gloo", None
+    if torch.cuda.is_available():
+        backend, local_rank = "nccl", int(os.environ.get("LOCAL_RANK", "0"))
+        torch.cuda.set_device(local_rank)
+        # On a single rank NCCL, and the GPU memory it takes, can wait for the first collective.
+        device = torch.device("cuda", local_rank) if world_size > 1 else None
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, device_id=device)
+    return store
+
+
+def fails_first(store: dist.Store) -> bool:
+    """Return True on the first rank that calls it: most errors are raised by all ranks, and told once."""
+    with contextlib.suppress(RuntimeError):  # rank 0, which may host the store, has told its error and ended
+        return store.add(f"errors/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", 1) == 1
+    return False
+
+
+def run(argv: list[str]) -> int:
+    """Run the program, and return the exit status. A file or a layout that cannot be used is told in one line."""
+    with contextlib.ExitStack() as silent:
+        if os.environ.get("RANK", "0") != "0":
+            for redirect in (contextlib.redirect_stdout, contextlib.redirect_stderr):
+                silent.enter_context(redirect(io.StringIO()))
+        program.options(argv)  # --help, --print-config and settings that cannot be used end here, without a group
+    store = join_group()
+    try:
+        program.main(argv)
+    except (ValueError, SystemExit) as error:
+        if isinstance(error, SystemExit) and not isinstance(error.code, str):
+            raise
+        if fails_first(store):
+            print(f"train: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    dist.destroy_process_group()
+    return 0
+
+
+def main(argv: list[str]) -> None:
+    """Run the program and end the process at once: a gloo rank may abort while the interpreter shuts down."""
+    try:
+        status = run(argv)
+    except SystemExit as stop:
+        status = int(stop.code or 0)
+    except KeyboardInterrupt:
+        status = 130
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # the reader, such as head, has closed the pipe
+            stream.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
