@@ -10,6 +10,7 @@ and norms stay there until a line, an evaluation or a checkpoint is due, and are
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 import time
 from pathlib import Path
@@ -234,7 +235,9 @@ def chosen_layout(settings: Settings, model: NamedModel) -> Layout:
     ranks = dist.get_world_size()
     layout = named_layout(settings, ranks)
     if layout is None:
-        layout, line = choose_layout(settings, model.config, model.moe, ranks)
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        name = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+        layout, line = choose_layout(settings, model.config, model.moe, ranks, local, name)
         if dist.get_rank() == 0:
             print(line, flush=True)
     try:
