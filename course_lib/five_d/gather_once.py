@@ -95,6 +95,11 @@ class GatherOncePerStep(FullyShard):
         super().send(units)
         self.missing.update((unit, self.trained(unit)) for unit in units)
 
+    def wait(self) -> None:
+        """Free all unsharded parameters, also after forwards without a backward."""
+        self.unreduced = []
+        super().wait()
+
     def send_all(self) -> None:
         """Send the remaining units, at the end of a step. The root is unsharded during the whole step."""
         gathered = any(flat.buffer.gathered for flat in self.root.flat_params)

@@ -29,7 +29,7 @@ from course_lib.pipeline.schedules import Action, Schedule
 from course_lib.pipeline.split_backward import SplitPass
 from course_lib.pipeline.stages import OutputFn, StagePass
 from course_lib.pipeline.tied_weights import final_backwards, sync_tied_weights
-from course_lib.pipeline.transfers import P2PBuffers, StageInput, plan_send_recv
+from course_lib.pipeline.transfers import P2PBuffers, StageInput, infer_stage_shapes, plan_send_recv
 from course_lib.recompute.modes import IGNORED, summed_loss
 
 
@@ -40,35 +40,6 @@ def split_batch(tensor: torch.Tensor | None, m: int) -> list:
     if len(tensor) % m:
         raise ValueError(f"a batch of {len(tensor)} sequences does not divide into {m} equal micro-batches")
     return list(tensor.split(len(tensor) // m))
-
-
-@torch.no_grad()
-def infer_stage_shapes(
-    stages: nn.ModuleDict,
-    schedule: Schedule,
-    inputs: torch.Tensor | None,
-    args: tuple,
-    group: dist.ProcessGroup,
-    device: torch.device,
-) -> list[StageInput | None]:
-    """Return the shape and dtype of each stage's input, None for the first one; the same on all ranks. Collective.
-
-    The stages run one after another, the first on `inputs`, the others on noise; the rank that has a stage broadcasts
-    the shape of its output. args: a stage's other arguments.
-    """
-    owner = {action.stage: rank for rank, actions in reversed(list(enumerate(schedule))) for action in actions}
-    shapes: list[StageInput | None] = [None] * len(owner)
-    with torch.random.fork_rng([device.index] if device.type == "cuda" else []):
-        for stage in range(len(owner) - 1):
-            message: list[StageInput | None] = [None]
-            if owner[stage] == group.rank():
-                known = shapes[stage]
-                x = inputs if known is None else torch.randn(known.shape, dtype=known.dtype, device=device)
-                out = stages[str(stage)](x, *args)
-                message = [StageInput(out.shape, out.dtype)]
-            dist.broadcast_object_list(message, group=group, group_src=owner[stage])
-            shapes[stage + 1] = message[0]
-    return shapes
 
 
 def check_runner(
@@ -95,20 +66,22 @@ def check_runner(
 
 
 def check_step(runner: PipelineRunner, inputs: torch.Tensor | None, targets: torch.Tensor | None) -> None:
-    """Raise ValueError for a missing batch, RuntimeError if the runner is in no state to begin a step."""
-    if not torch.is_grad_enabled():
-        raise RuntimeError("a step makes gradients: call it outside of torch.no_grad()")
+    """Raise ValueError for a missing batch, RuntimeError if weights have been replaced since the constructor."""
     if inputs is None and "0" in runner.stages or targets is None and str(runner.last) in runner.stages:
         raise ValueError("the rank with the first stage needs inputs, the one with the last stage targets")
     if runner.tied_weights.owner_ranks.keys() != {*runner.stages.parameters()}:
         raise RuntimeError("weights have been replaced (assign=True, materialize): create the PipelineRunner afterward")
 
 
-def stage_args(positions: torch.Tensor | None, m: int) -> list[tuple]:
-    """Return the stages' arguments beside x, by micro-batch: (its positions,), or () without positions."""
-    if positions is None:
-        return [()] * m
-    return [(each,) for each in (split_batch(positions, m) if positions.dim() > 1 else [positions] * m)]
+def stage_args(positions: torch.Tensor | None, m: int, targets: list | None = None) -> list[tuple]:
+    """Return the stages' arguments beside x, by micro-batch: (its positions,), or () without positions; for a head
+    that takes targets, given by micro-batch, (positions or None, targets).
+    """
+    by_rows = positions is not None and positions.dim() > 1
+    of_each = split_batch(positions, m) if by_rows else [positions] * m
+    if targets is not None:
+        return list(zip(of_each, targets, strict=True))
+    return [()] * m if positions is None else [(each,) for each in of_each]
 
 
 @contextlib.contextmanager
@@ -146,7 +119,8 @@ class PipelineRunner:
     stages: all stages or this rank's, as a list or by number; group: the pipeline's ranks, in order;
     loss_of(output of the last stage, targets): the sum of the losses; dp_group: see the module; before_step,
     after_step: called at the beginning and at the end of each step. `stages` is a ModuleDict of this rank's stages.
-    Raises ValueError if stages, schedule and group do not fit.
+    If the last one has a module whose `takes_targets` is true, it is called with positions (or None) and targets, and
+    returns the sum of the losses: loss_of is not used. Raises ValueError if stages, schedule and group do not fit.
     """
 
     def __init__(
@@ -177,6 +151,7 @@ class PipelineRunner:
         self.m = 1 + max(action.micro_batch for actions in schedule for action in actions)
         self.split = {action[1:] for action in self.actions if action.kind == "I"}
         self.final = final_backwards(self.stages, self.actions)
+        self.takes_targets = any(getattr(module, "takes_targets", False) for module in self.stages.modules())
 
     @contextlib.contextmanager
     def at_positions(self, positions: torch.Tensor | None) -> Iterator[None]:
@@ -204,29 +179,44 @@ class PipelineRunner:
         positions: [s] or [b, s], if the ranks split the sequence. Raises ValueError if m does not divide b or a batch
         is missing, RuntimeError if the weights differ from the constructor's, or under torch.no_grad().
         """
+        if not torch.is_grad_enabled():
+            raise RuntimeError("a step makes gradients: call it outside of torch.no_grad()")
         check_step(self, inputs, targets)
-        split_inputs, split_targets = split_batch(inputs, self.m), split_batch(targets, self.m)
-        args = stage_args(positions if self.document_positions is None else self.document_positions, self.m)
         if tokens is None and targets is not None:
             tokens = (targets != IGNORED).sum().clamp(min=1)
+        if self.document_positions is not None:
+            positions = self.document_positions
+        with self.begin(inputs, targets, positions, dtype, tokens) as step:
+            self.tied_weights.set_grads_aside()
+            self.run_schedule(step, no_sync)
+        self.tied_weights.all_reduce_grads()
+        return step.loss
+
+    @contextlib.contextmanager
+    def begin(
+        self,
+        inputs: torch.Tensor | None,
+        targets: torch.Tensor | None,
+        positions: torch.Tensor | None,
+        dtype: torch.dtype,
+        tokens: int | torch.Tensor | None,
+    ) -> Iterator[Step]:
+        """Yield the data of a step, between before_step and after_step. Arguments: see `step`."""
+        split_inputs, split_targets = split_batch(inputs, self.m), split_batch(targets, self.m)
+        args = stage_args(positions, self.m, split_targets if self.takes_targets else None)
         device = next(self.stages.parameters()).device
-        loss = torch.zeros((), device=device)
-        self.tied_weights.set_grads_aside()
         if self.before_step is not None:
             self.before_step()
         try:
             with shared_autocast(device, dtype) as autocast:
                 with autocast:
-                    shapes = self.stage_shapes(
-                        None if inputs is None else inputs.shape, split_inputs[0], args[0], dtype
-                    )
-                p2p = P2PBuffers(self.plan, self.group, shapes, device)
-                self.run_schedule(Step(split_inputs, split_targets, args, tokens, autocast, p2p, loss), no_sync)
+                    batch = None if inputs is None else inputs.shape
+                    shapes = self.stage_shapes(batch, split_inputs[0], args[0], dtype)
+                p2p, loss = P2PBuffers(self.plan, self.group, shapes, device), torch.zeros((), device=device)
+                yield Step(split_inputs, split_targets, args, tokens, autocast, p2p, loss)
         finally:
             if self.after_step is not None:
                 self.after_step()
-        self.tied_weights.all_reduce_grads()
-        return loss
 
     # notebook 09, cell carry-out
     def run_schedule(self, step: Step, no_sync: Callable | None) -> None:
@@ -258,7 +248,8 @@ class PipelineRunner:
         def loss_of(out: torch.Tensor) -> torch.Tensor:
             assert step.tokens is not None, "check_step: the rank with the last stage has targets"
             with torch.autocast(out.device.type, enabled=False):
-                return self.loss_of(out, step.targets[micro_batch]) / step.tokens
+                summed = out if self.takes_targets else self.loss_of(out, step.targets[micro_batch])
+                return summed / step.tokens
 
         return loss_of if stage == self.last else lambda out: out
 

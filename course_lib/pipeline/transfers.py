@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from course_lib.pipeline.actions import Action
 from course_lib.pipeline.schedules import Schedule
@@ -75,6 +76,35 @@ def plan_send_recv(schedule: Schedule, rank: int) -> list[list[list[Transfer]]]:
     for (ready, _, transfer), start in zip(local, starts, strict=True):
         plan[start].setdefault(ready, []).append(transfer)
     return [list(batches.values()) for batches in plan]
+
+
+@torch.no_grad()
+def infer_stage_shapes(
+    stages: nn.ModuleDict,
+    schedule: Schedule,
+    inputs: torch.Tensor | None,
+    args: tuple,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> list[StageInput | None]:
+    """Return the shape and dtype of each stage's input, None for the first one; the same on all ranks. Collective.
+
+    The stages run one after another, the first on `inputs`, the others on noise; the rank that has a stage broadcasts
+    the shape of its output. args: a stage's other arguments.
+    """
+    owner = {action.stage: rank for rank, actions in reversed(list(enumerate(schedule))) for action in actions}
+    shapes: list[StageInput | None] = [None] * len(owner)
+    with torch.random.fork_rng([device.index] if device.type == "cuda" else []):
+        for stage in range(len(owner) - 1):
+            message: list[StageInput | None] = [None]
+            if owner[stage] == group.rank():
+                known = shapes[stage]
+                x = inputs if known is None else torch.randn(known.shape, dtype=known.dtype, device=device)
+                out = stages[str(stage)](x, *args)
+                message = [StageInput(out.shape, out.dtype)]
+            dist.broadcast_object_list(message, group=group, group_src=owner[stage])
+            shapes[stage + 1] = message[0]
+    return shapes
 
 
 MAX_SENDS_IN_FLIGHT = 4  # per rank

@@ -204,9 +204,9 @@ class Transformer(nn.Module):
         for name, parameter in self.named_parameters():
             init_parameter(name, parameter, self.config, seed)
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-        """x: tokens [b, s] or hidden states [b, s, h]; positions: [s] or [b, s], None: 0 … s-1; returns logits or
-        hidden states.
+    def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None, *targets: torch.Tensor) -> torch.Tensor:
+        """x: tokens [b, s] or hidden states [b, s, h]; positions: [s] or [b, s], None: 0 … s-1; targets: for a head
+        that takes them, and returns a loss; returns logits or hidden states.
         """
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)
@@ -217,7 +217,7 @@ class Transformer(nn.Module):
         documents = ((positions == 0).cumsum(-1),) if self.document_masks else ()
         for block in self.blocks:
             x = block(x, cos, sin, *documents)
-        return x if self.head is None or self.norm is None else self.head(self.norm(x))
+        return x if self.head is None or self.norm is None else self.head(self.norm(x), *targets)
 
 
 def need_transformer(model: nn.Module, function: str, instead: str) -> None:
