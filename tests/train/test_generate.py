@@ -28,7 +28,6 @@ def config_of(kind: str, **changed) -> ModelConfig:
 
 
 def model_of(kind: str, **changed) -> Transformer:
-    """Large random weights: with those of an untrained model, the likeliest token would always be the same."""
     model = Transformer(config_of(kind, **changed))
     if KINDS[kind][1]:
         apply_moe(model, **KINDS[kind][1])
@@ -37,9 +36,10 @@ def model_of(kind: str, **changed) -> Transformer:
 
 @torch.no_grad()
 def scaled(module):
-    for parameter in module.parameters():
-        if parameter.dim() > 1:
-            parameter.mul_(8)
+    """A model with larger weights: after almost no training, the likeliest token would always be the same."""
+    for name, parameter in module.named_parameters():
+        if parameter.dim() > 1 and "embed" not in name:
+            parameter.mul_(16)
     return module
 
 
