@@ -153,24 +153,20 @@ class RunLog:
             self.outputs.pop(name, None)
             print(f"--{name}: {one_line_message(error)}; nothing more is written to it", flush=True)
 
-    def write(self, values: list[dict]) -> None:
-        """Write values of steps everywhere."""
+    def add(self, records: list[dict]) -> None:
+        """Write the records of steps, in ascending order."""
 
         def write_all(output: Output) -> None:
-            for each in values:
+            for each in records:
                 output.write(each)
             output.flush()
 
         for name, output in [*self.outputs.items()]:
             self.attempt(name, lambda: write_all(output))  # noqa: B023  it runs at once
 
-    def add(self, records: list[dict]) -> None:
-        """Write the records of steps, in ascending order."""
-        self.write(records)
-
     def evaluation(self, step: int, loss: float, tokens: int) -> None:
-        """Write the loss on held-out text after a step as `eval_loss`. tokens: consumed so far."""
-        self.write([{"step": step, "tokens": tokens, "eval_loss": loss}])
+        """Write the loss on held-out text after a step, as eval_loss and eval_tokens. tokens: consumed so far."""
+        self.add([{"step": step, "eval_loss": loss, "eval_tokens": tokens}])
 
     def close(self) -> None:
         """Write the rest, and close all destinations."""

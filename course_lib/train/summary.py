@@ -88,6 +88,7 @@ def draw_loss(axes: Axes, records: list[dict], width: int) -> None:
     axes.set_title("loss, nats per token")
     if not np.isfinite(np.concatenate([loss.values, held_out.values])).any():
         axes.text(0.5, 0.5, "no step had a finite loss", transform=axes.transAxes, ha="center", color=GRAY)
+        axes.set_yticks([])
         return
     draw_line(axes, loss, width)
     axes.lines[-1].set_label(f"training, mean of {2 * width + 1} steps" if width else "training")
