@@ -26,7 +26,9 @@ def written(tmp_path, text: str) -> str:
 
 
 def test_the_command_line_takes_precedence_over_the_file(tmp_path):
-    file = written(tmp_path, "[run]\nsteps = 7\nbatch = 2\n[optimizer]\nbetas = [0.8, 0.9]\n[kernels]\nkernels = true\n")
+    file = written(
+        tmp_path, "[run]\nsteps = 7\nbatch = 2\n[optimizer]\nbetas = [0.8, 0.9]\n[kernels]\nkernels = true\n"
+    )
     settings = read_settings([file, "--steps", "9", "--betas", "0.5,0.6", "--no-kernels", "--no-decay", "a,b"])
     assert (settings.run.steps, settings.run.batch, settings.optimizer.betas) == (9, 2, [0.5, 0.6])
     assert not settings.kernels.kernels and settings.optimizer.no_decay == ["a", "b"]
