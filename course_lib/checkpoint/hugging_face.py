@@ -203,7 +203,9 @@ def to_hf(
     reader = ChunkReader(folder)
     metadata = reader.read_metadata().state_dict_metadata
     weights = {
-        name: each for name, each in metadata.items() if "/" not in name and isinstance(each, TensorStorageMetadata)
+        name: each
+        for name, each in metadata.items()
+        if "/" not in name and ".quantizers." not in name and isinstance(each, TensorStorageMetadata)
     }
     hf_tokenizer = run_tokenizer(about, tokenizer)
     config = hf_config_of(folder, about, weights, hf_tokenizer)

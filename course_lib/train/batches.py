@@ -118,7 +118,9 @@ class PackedBatches:
     @property
     def fingerprint(self) -> list:
         """The number of tokens, and a checksum, which identify the text, its sources' weights and held-out part."""
-        sums = [(len(w), w.seq, w.stream.checksum(), weight) for w, weight in zip(self.windows, self.weights, strict=True)]
+        sums = [
+            (len(w), w.seq, w.stream.checksum(), weight) for w, weight in zip(self.windows, self.weights, strict=True)
+        ]
         return [self.tokens, zlib.crc32(repr(sums).encode())]
 
     def state_dict(self) -> dict:

@@ -57,7 +57,7 @@ def named_model(settings: Settings) -> NamedModel:
     if model.from_hf and not moe and model.experts is not None:
         raise SettingsError(f"experts is {model.experts}, and the model of from_hf {source} has none")
     moe = moe_options(argparse.Namespace(**vars(model)), moe)
-    return NamedModel(name, config, moe and moe | {"aux_loss_coeff": model.balance}, source is None)
+    return NamedModel(name, config, moe and moe | {"aux_loss_coeff": model.aux_loss_coeff}, source is None)
 
 
 def named_layout(settings: Settings, ranks: int) -> Layout | None:

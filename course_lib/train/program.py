@@ -218,7 +218,8 @@ class Trainer:
 
     def evaluate(self, step: int) -> None:
         """Print and write the loss on held-out text."""
-        loss = evaluate(self.parallel, self.text.held_out)
+        assert self.text.held_out is not None, "there is held-out text where eval_every is set"
+        loss = evaluate(self.parallel, self.text.held_out).item()
         if self.log:
             print(f"step {step:>5} | held-out loss {loss:.4f}", flush=True)
             self.log.evaluation(step, loss, self.batches.position * self.settings.run.seq)
@@ -266,11 +267,11 @@ def main(argv: list[str] | None = None) -> list[dict]:
     finally:
         trainer.close()
     if dist.get_rank() == 0:
-        export_and_draw(settings)
+        export_and_draw(settings, f"{title}, layout {layout}")
     return records
 
 
-def export_and_draw(settings: Settings) -> None:
+def export_and_draw(settings: Settings, title: str) -> None:
     """Write the model in the format of transformers, and the page of plots, if the settings name folders for them."""
     out = settings.checkpoints.export
     if out and settings.checkpoints.checkpoints:
@@ -281,5 +282,5 @@ def export_and_draw(settings: Settings) -> None:
     if settings.logging.summary and settings.logging.out:
         from course_lib.train.summary import write_summary
 
-        files = write_summary(Path(settings.logging.out), Path(settings.logging.summary), "", as_toml(settings))
+        files = write_summary(Path(settings.logging.out), Path(settings.logging.summary), title, as_toml(settings))
         print(f"wrote {', '.join(map(str, files))}", flush=True)

@@ -52,7 +52,7 @@ class Model:
     top_k: int | None = key(None, "experts per token; default: 2", least=1)
     expert_hidden: int | None = key(None, "width of an expert; default: the width of the MLP", least=1)
     shared: int | None = key(None, "experts that process every token; default: none", least=0)
-    balance: float = key(0.01, "weight of the balance loss of the experts", least=0)
+    aux_loss_coeff: float = key(0.01, "weight of the balance loss of the experts", least=0)
 
 
 @dataclass
@@ -191,7 +191,7 @@ class Evaluation:
 
 @dataclass
 class Logging:
-    """What is printed and written."""
+    """The lines that are printed, and the files that are written."""
 
     log_every: int = key(10, "steps between lines; the host waits for the device only then", least=1)
     out: str | None = key(None, "a file of JSON lines, one for each step; a run that continues adds to it")

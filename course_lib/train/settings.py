@@ -118,12 +118,14 @@ def from_toml(file: Path) -> dict[tuple[str, str], Any]:
             raise SettingsError(f"{file}: there is no section [{section}]; {did_you_mean(section, sections)}")
         if not isinstance(table, dict):
             raise SettingsError(f"{file}: {section} is a section: write [{section}], and its keys below")
-        own = {each.name: each for of, each in keys() if of == section}
+        of_section = {each.name: each for of, each in keys() if of == section}
         for name, value in table.items():
-            if name not in own:
-                hint = f"it belongs to [{section_of[name]}]" if name in section_of else did_you_mean(name, [*own])
+            if name not in of_section:
+                hint = (
+                    f"it belongs to [{section_of[name]}]" if name in section_of else did_you_mean(name, [*of_section])
+                )
                 raise SettingsError(f"{file}: [{section}] has no key {name}; {hint}")
-            values[section, name] = checked(section, own[name], value, f"{file}: {name} in [{section}]")
+            values[section, name] = checked(section, of_section[name], value, f"{file}: {name} in [{section}]")
     return values
 
 

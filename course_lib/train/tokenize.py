@@ -38,7 +38,7 @@ class Encoder:
     def encode(self, texts: list[str]) -> list[array]:
         """Return the tokens of each document, with the tokens that begin and end it."""
         if self.tokenizer is None:
-            return [array("i", text.encode(errors="replace")) for text in texts]
+            return [array("i", list(text.encode(errors="replace"))) for text in texts]
         # A part that continues a document is read behind a newline, as single_gpu.data.text_tokens explains.
         parts = [(n, number, part) for n, text in enumerate(texts) for number, part in enumerate(text_parts(text))]
         valid = [part.encode(errors="replace").decode() for _, _, part in parts]

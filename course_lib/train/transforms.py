@@ -91,6 +91,10 @@ def transforms(settings: Settings, layout: Layout, most_documents: int) -> list[
             vars(model)["encode"] = Fp8Gather()
 
         chosen.append(gather_in_8_bits)
+    if settings.kernels.chunked_loss:
+        from course_lib.train.loss import apply_chunked_loss
+
+        chosen.append(apply_chunked_loss)
     if settings.optimizer.no_decay:
         chosen.append(functools.partial(stop_decay, patterns=settings.optimizer.no_decay))
     return chosen
