@@ -34,8 +34,8 @@ from course_lib.tensor_parallel.vocabulary import local_rows
 
 
 def chunk_rows(tokens: int, hidden: int, vocab: int) -> int:
-    """Return the rows of a chunk, at most `tokens`: its logits are as large as all hidden states, or a quarter of the
-    weight, whichever is more. vocab: this rank's columns. (See kernels.fused_loss.chunk_size.)
+    """Return the rows of a chunk, at most `tokens`: it has as many logits as there are elements of all hidden states,
+    or half as many as the weight has, whichever is more. vocab: this rank's. (See kernels.fused_loss.chunk_size.)
     """
     return max(1, min(tokens, max(tokens * hidden // vocab, hidden // 2)))
 
