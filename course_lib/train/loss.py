@@ -34,8 +34,8 @@ from course_lib.tensor_parallel.vocabulary import local_rows
 
 
 def chunk_rows(tokens: int, hidden: int, vocab: int) -> int:
-    """Return the rows of a chunk, at most `tokens`: its logits are as large as all hidden states, or a quarter of the
-    weight, whichever is more. vocab: this rank's columns. (See kernels.fused_loss.chunk_size.)
+    """Return the rows of a chunk, at most `tokens`: it has as many logits as there are elements of all hidden states,
+    or half as many as the weight has, whichever is more. vocab: this rank's. (See kernels.fused_loss.chunk_size.)
     """
     return max(1, min(tokens, max(tokens * hidden // vocab, hidden // 2)))
 
@@ -126,6 +126,11 @@ def add_matmul(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
+def has_kernel(device: torch.device) -> bool:
+    """Return True for a device on which Triton is not interpreted."""
+    return device.type == "cuda"
+
+
 def chunked_cross_entropy(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, shard: TensorShard | None = None
 ) -> torch.Tensor:
@@ -137,7 +142,7 @@ def chunked_cross_entropy(
     the gradients NaN. A second backward of the loss raises RuntimeError. Collective with a shard.
     """
     hidden, targets = hidden.flatten(0, -2), targets.flatten()
-    if shard is None and hidden.is_cuda:
+    if shard is None and has_kernel(hidden.device):
         from course_lib.kernels.fused_loss import linear_cross_entropy  # it imports Triton
 
         return linear_cross_entropy(hidden, weight, targets, IGNORED, reduction="sum")

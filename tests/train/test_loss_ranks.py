@@ -3,6 +3,7 @@ steps, on 1, 2 and 4 ranks; and that no tensor has as many elements as the logit
 """
 
 import dataclasses
+from unittest import mock
 
 import pytest
 import torch
@@ -84,6 +85,19 @@ def test_four_ranks(ranks):
 def test_bfloat16(two):
     """8 significant bits: within 2 %, weights after steps of 1e-3 too."""
     check(two(trained, BFLOAT16, torch.bfloat16), BFLOAT16, 0.02)
+
+
+def trained_by_kernel(words: list[str], dtype: torch.dtype = torch.float32) -> list[tuple[dict, dict]]:
+    """As `trained`, with the kernel of notebook 12b, which is interpreted on the CPU."""
+    with mock.patch("course_lib.train.loss.has_kernel", lambda device: True):
+        return trained(words, dtype)
+
+
+def test_an_unsplit_head_with_the_kernel(two):
+    """As on a GPU: its operator in a split backward, with ZeRO-3, and with weights that are cast once per step."""
+    words = ["pp2,zb-v,mb2", "pp2,dualpipe", "dp2,zero3,mb2"]
+    check(two(trained_by_kernel, words), words, 1e-5)
+    check(two(trained_by_kernel, ["pp2,zb-h1,mb2", "dp2"], torch.bfloat16), ["pp2,zb-h1,mb2", "dp2"], 0.02)
 
 
 class Largest(TorchDispatchMode):
