@@ -24,17 +24,23 @@ from course_lib.single_gpu.hf_tokenizers import load_tokenizer, lost_characters,
 from course_lib.single_gpu.same_text import text_sum
 
 
+def library_files() -> list[Path]:
+    """Return the files of the Python standard library's source, without tests and installed packages, by name."""
+    root = Path(sysconfig.get_path("stdlib"))
+    skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3"}
+    files: list[Path] = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = set(folders) - skipped  # these are not even walked through
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    return sorted(files)
+
+
 def corpus(max_characters: int = 8_000_000) -> str:
     """Return the first `max_characters` of the source of the Python standard library, without tests and installed
     packages, in the order of the file names. Bytes that are not UTF-8 are left out.
     """
-    root = Path(sysconfig.get_path("stdlib"))
-    skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3"}
-    files, texts, size = [], [], 0
-    for folder, folders, names in os.walk(root):
-        folders[:] = set(folders) - skipped  # these are not even walked through
-        files += [Path(folder, name) for name in names if name.endswith(".py")]
-    for file in sorted(files):
+    texts, size = [], 0
+    for file in library_files():
         texts.append(file.read_text(encoding="utf-8", errors="ignore"))
         size += len(texts[-1])
         if size >= max_characters:

@@ -59,15 +59,20 @@ def special_tokens(tokenizer) -> tuple[list[int], list[int]]:
     return before, after + ([] if end in (None, *after[-1:]) else [end])
 
 
+def may_lose_characters(tokenizer) -> bool:
+    """Return whether the tokenizer has no token for some characters, not even an unknown one."""
+    if tokenizer.unk_token_id is not None:
+        return False
+    return not tokenizer("\ue000", add_special_tokens=False, verbose=False)["input_ids"]  # of no language: bytes
+
+
 def lost_characters(tokenizer, characters: set[str]) -> list[str]:
     """Return a note if the tokenizer `tokenizer` has no token for some characters of a text, not even an unknown
     one.
     """
-    read = functools.partial(tokenizer, add_special_tokens=False, verbose=False)
-    if (
-        tokenizer.unk_token_id is not None or read("\ue000")["input_ids"]
-    ):  # a character of no language: bytes have tokens
+    if not may_lose_characters(tokenizer):
         return []
+    read = functools.partial(tokenizer, add_special_tokens=False, verbose=False)
     lost = sorted(each for each in characters if each.isprintable() and each != " " and not read(each)["input_ids"])
     shown = " ".join(lost[:10] + ["..."] * (len(lost) > 10))
     return [f"the tokenizer has no token for {len(lost):,} characters, which are left out: {shown}"] if lost else []

@@ -1,0 +1,210 @@
+"""Text to tokens, once per machine, in shards that are complete one by one.
+
+    folder/manifest.json   how many rows of the data set the shards hold, and what was left out
+    folder/00000.tokens    uint16 if the vocabulary fits, else int32
+    folder/00000.ends      int64, the exclusive end of each document in the shard
+
+A process that is killed loses the shard that it was writing: the next one reads over the rows that the manifest counts,
+and tokenizes the others. The tokenizer gets many parts of documents at a time, and encodes them on all cores.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import zlib
+from array import array
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from course_lib.single_gpu.data import ByteTokenizer, text_parts
+from course_lib.single_gpu.hf_tokenizers import lost_characters, may_lose_characters, special_tokens
+from course_lib.train.sources import Source
+from course_lib.train.streams import (
+    Shard,
+    TokenStream,
+    make_once,
+    mapped,
+    read_manifest,
+    write_bytes,
+    write_manifest,
+    written_whole,
+)
+
+SHARD_TOKENS = 64_000_000  # a shard is complete with the document that reaches them
+BATCH_CHARACTERS = 2_000_000  # encoded at a time; a tokenizer takes about 190 bytes of memory per character
+PART_CHARACTERS = 50_000  # a batch has parts for many cores
+ROW_CHARACTERS = 200  # memory of a part of a batch, however short, in characters
+
+
+class ByteEncoder:
+    """One token per byte of UTF-8, and none between documents."""
+
+    key, vocab, loses_characters = "bytes", ByteTokenizer.vocab_size, False
+    before: list[int] = []
+    after: list[int] = []
+
+    def encode(self, parts: list[tuple[str, bool]]) -> list[np.ndarray]:
+        """Return the tokens of each part."""
+        return [np.frombuffer(text.encode(errors="replace"), np.uint8) for text, _ in parts]
+
+    def notes(self, characters: set[str]) -> list[str]:
+        """Return no note: all characters have tokens."""
+        return []
+
+
+class TokenizerEncoder:
+    """A tokenizer of transformers. before, after: the tokens around each document; key: changes with the tokenizer."""
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+        self.vocab = 1 + max(tokenizer.get_vocab().values())
+        self.before, self.after = special_tokens(tokenizer)
+        self.loses_characters = may_lose_characters(tokenizer)
+        self.newline = self.ids(["\n"])[0]
+        rust = getattr(tokenizer, "backend_tokenizer", None)
+        contents = rust.to_str() if rust else repr(sorted(tokenizer.get_vocab().items()))
+        self.key = hashlib.sha256(contents.encode()).hexdigest()[:16]
+
+    def ids(self, texts: list[str]) -> list[list[int]]:
+        """Return the token ids of each text, without special tokens; a fast tokenizer encodes them on all cores."""
+        few = {"return_attention_mask": False, "return_token_type_ids": False}
+        return self.tokenizer(texts, add_special_tokens=False, verbose=False, **few)["input_ids"] if texts else []
+
+    def encode(self, parts: list[tuple[str, bool]]) -> list[np.ndarray]:
+        """Return the tokens of each part. A part that continues a document, (text, True), is read behind a newline,
+        whose tokens are left out again: see text_tokens in single_gpu.data.
+        """
+        texts = [text.encode(errors="replace").decode() for text, _ in parts]  # JSON can hold half a surrogate pair
+        encoded = self.ids([f"\n{text}" if more else text for text, (_, more) in zip(texts, parts, strict=True)])
+        size = len(self.newline)
+        for number, (_, more) in enumerate(parts):
+            if more and encoded[number][:size] == self.newline:
+                encoded[number] = encoded[number][size:]
+            elif more:
+                encoded[number] = self.ids([texts[number]])[0]
+        return [np.array(ids, np.int32) for ids in encoded]
+
+    def notes(self, characters: set[str]) -> list[str]:
+        """Return a note on the characters that have no token."""
+        return lost_characters(self.tokenizer, characters)
+
+
+Encoder = ByteEncoder | TokenizerEncoder
+
+
+def dtype_of(vocab: int) -> type[np.uint16] | type[np.int32]:
+    """Return the type of tokens on disk."""
+    return np.uint16 if vocab <= 2**16 else np.int32
+
+
+class ShardWriter:
+    """The shard that is being written. Documents arrive in parts, which are encoded together."""
+
+    def __init__(self, encoder: Encoder, out: Any, checksum: int, bar: tqdm):
+        self.encoder, self.out, self.checksum, self.bar = encoder, out, checksum, bar
+        self.waiting: list[tuple[str, bool]] = []  # parts, and which of them continue a document
+        self.last: list[bool] = []  # of these, which are a document's last
+        self.characters = self.tokens = 0  # characters that wait; tokens written
+        self.ends = array("q")
+
+    def add(self, document: str) -> None:
+        """Append a document."""
+        parts = list(text_parts(document, PART_CHARACTERS))
+        for number, part in enumerate(parts, 1):
+            self.waiting.append((part, number > 1))
+            self.last.append(number == len(parts))
+            self.characters += len(part) + ROW_CHARACTERS
+            if self.characters >= BATCH_CHARACTERS:
+                self.encode_waiting()
+
+    def encode_waiting(self) -> None:
+        """Write the tokens of the parts that wait."""
+        encoder, dtype, written = self.encoder, dtype_of(self.encoder.vocab), self.tokens
+        for (_, more), last, ids in zip(self.waiting, self.last, encoder.encode(self.waiting), strict=True):
+            full = np.concatenate(
+                [encoder.before * (not more), ids, encoder.after * last], dtype=dtype, casting="unsafe"
+            )
+            stored = full.tobytes()
+            self.out.write(stored)
+            self.checksum = zlib.crc32(stored, self.checksum)
+            self.tokens += len(full)
+            if last and self.tokens > (self.ends[-1] if self.ends else 0):  # else the document has no tokens
+                self.ends.append(self.tokens)
+        self.waiting, self.last, self.characters = [], [], 0
+        self.bar.update(self.tokens - written)
+
+
+def tokenize(folder: Path, source: Source, encoder: Encoder) -> None:
+    """Write the shards of a source of text, from the first document that the manifest in `folder` does not count.
+
+    Raises ValueError for rows that are not text.
+    """
+    empty: dict = {"complete": False, "rows": 0, "empty": 0, "checksum": 0, "characters": "", "notes": [], "shards": []}
+    manifest = empty | read_manifest(folder)
+    documents, notes = source.rows()
+    numbered, row, limit = enumerate(documents, 1), 0, source.documents
+    characters = set(manifest["characters"])
+    done = sum(tokens for tokens, _ in manifest["shards"])
+    with tqdm(desc=f"tokens of {source.name}", unit="token", unit_scale=True, initial=done, disable=None) as bar:
+        while not manifest["complete"]:
+            shard = folder / f"{len(manifest['shards']):05}"
+            with written_whole(shard.with_suffix(".tokens")) as part, open(part, "wb") as out:
+                writer = ShardWriter(encoder, out, manifest["checksum"], bar)
+                for row, (position, text) in numbered:
+                    if row <= manifest["rows"]:
+                        continue
+                    if limit is not None and row > limit:
+                        if source.is_local:  # read on, to count the documents
+                            continue
+                        break
+                    if text is None or text == "":
+                        manifest["empty"] += 1
+                    elif not isinstance(text, str):
+                        kind = type(text).__name__
+                        raise ValueError(f"{position}: column {source.column} is of type {kind}; it must be a string")
+                    else:
+                        if encoder.loses_characters:
+                            characters.update(text)
+                        writer.add(text)
+                        if writer.tokens >= SHARD_TOKENS:
+                            break
+                else:
+                    manifest["complete"] = True
+                manifest["complete"] |= limit is not None and row > limit
+                writer.encode_waiting()
+                out.flush()
+                os.fsync(out.fileno())
+            write_bytes(shard.with_suffix(".ends"), writer.ends.tobytes())
+            manifest |= {"rows": row, "checksum": writer.checksum, "characters": "".join(sorted(characters))}
+            manifest["shards"].append([writer.tokens, len(writer.ends)])
+            if manifest["complete"]:
+                manifest["notes"] = left_out(source, row, manifest["empty"]) + notes + encoder.notes(characters)
+            write_manifest(folder, manifest)
+
+
+def left_out(source: Source, rows: int, empty: int) -> list[str]:
+    """Return notes on the rows of a source that are not among its tokens; empty: of those that were read."""
+    used, notes = min(source.documents or rows, rows), []
+    if used < rows:
+        beyond = f"{used:,} of {rows:,} documents" if source.is_local else f"the first {used:,} documents; it has more"
+        notes.append(beyond)
+    if empty:
+        notes.append(f"{empty:,} of {used:,} documents have no text and are left out")
+    return notes
+
+
+def text_stream(folder: Path, source: Source, encoder: Encoder) -> TokenStream:
+    """Return the tokens of a source of text from its folder in the cache, where one process of the machine leaves
+    them.
+    """
+    make_once(folder, lambda: tokenize(folder, source, encoder))
+    manifest, dtype, shards = read_manifest(folder), dtype_of(encoder.vocab), []
+    for number, (tokens, documents) in enumerate(manifest["shards"]):
+        file = folder / f"{number:05}"
+        stored = mapped(file.with_suffix(".tokens"), dtype, tokens)
+        shards.append(Shard(stored, mapped(file.with_suffix(".ends"), np.int64, documents)))
+    return TokenStream(source.name, shards, manifest["checksum"], manifest["notes"])
