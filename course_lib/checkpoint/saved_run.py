@@ -30,8 +30,8 @@ class Batches(Protocol):
     position: int  # samples that all ranks together have consumed
 
     @property
-    def fingerprint(self) -> list:
-        """The number of tokens, and checksums, which identify the text."""
+    def fingerprint(self) -> Any:
+        """What identifies the text, and how it is cut, as JSON can hold it."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, as JSON can hold it, the same on all ranks."""

@@ -54,11 +54,11 @@ class Mixture(NamedTuple):
     max_documents: int
 
     @property
-    def fingerprint(self) -> str:
-        """16 hexadecimal digits."""
+    def fingerprint(self) -> list:
+        """The number of tokens, and 16 hexadecimal digits."""
         texts = [(each.stream.tokens, each.stream.documents, each.stream.checksum, each.count) for each in self.windows]
         identity = json.dumps([texts, self.shares, self.seq, self.masks])
-        return hashlib.sha256(identity.encode()).hexdigest()[:16]
+        return [self.tokens, hashlib.sha256(identity.encode()).hexdigest()[:16]]
 
 
 class PackedBatches:

@@ -96,14 +96,14 @@ class Trainer:
         self.settings, self.model, self.layout, self.text = settings, model, layout, text
         mesh = build_mesh(layout)
         self.batches = PackedBatches(
-            text.train, settings.run.batch // layout.dp, settings.run.seq, mesh.dp.rank(), layout.dp, settings.run.seed
+            text.train, settings.run.batch // layout.dp, mesh.dp.rank(), layout.dp, settings.run.seed
         )
         dtype = settings.precision.dtype or ("bf16" if torch.cuda.is_available() else "fp32")
         self.parallel: ParallelModel = parallelize(
             model.config,
             layout,
             mesh,
-            transforms(settings, layout, text.max_documents),
+            transforms(settings, layout, text.train.max_documents),
             moe=model.moe,
             seed=settings.run.seed,
             dtype=torch.bfloat16 if dtype == "bf16" else torch.float32,
@@ -261,6 +261,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
     trainer = Trainer(settings, model, layout, text)
     title = describe_model(model.name, model.config, model.moe)
     ranks = f"{layout.ranks} rank{'s' if layout.ranks > 1 else ''}"
+    for line in text.lines:
+        trainer.saved.say(line)
     trainer.saved.say(f"{title}, layout {layout}: {ranks}, {trainer.batches.tokens:,} tokens of text")
     try:
         records = trainer.train()
