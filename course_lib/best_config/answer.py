@@ -23,7 +23,7 @@ from course_lib.best_config.one_layout import (
 )
 from course_lib.best_config.planner import Ranking
 from course_lib.best_config.program_features import MISSING, supports
-from course_lib.best_config.question import TITLES, Question, program_title
+from course_lib.best_config.question import Question, program_title
 from course_lib.best_config.simplicity import (
     answer_rows,
     count_uncommon,
@@ -37,10 +37,6 @@ from course_lib.five_d.layouts import Layout
 
 QUICK = {"micro_batch": (1, 2, 4, 8), "schedule": ("1f1b", "interleaved")}  # of searches other than the question's
 LEAST_GAIN = 0.1  # in speed: the smallest gain from fused kernels that an answer mentions
-SPLIT_HEAD = (  # Liger-Kernel: pull request 674
-    "a loss without logits is counted, but notebook 12b's needs a full head, without tp and zero3; Liger-Kernel's "
-    "works under FSDP (zero3)"
-)
 
 
 def first_answer(question: Question) -> Numbers | None:
@@ -93,11 +89,9 @@ def without_overlap(question: Question, layouts: list[Layout]) -> Numbers:
     return {"step_s": float(step_s[0]), "fastest": str(layouts[row]), "fastest_s": float(step_s[row])}
 
 
-def notes_of(question: Question, layout: Layout | None) -> list[str]:
-    """Return an answer's approximations, in the model and in the course's program with this layout."""
+def notes_of(question: Question) -> list[str]:
+    """Return an answer's approximations: of the model, and of a layout that the program does not have."""
     software, notes = question.cluster.software, list(getattr(question.config, "notes", ()))
-    split = layout is not None and (layout.tp > 1 or layout.zero_stage == 3)
-    notes += [SPLIT_HEAD] if split and software.fused_loss and software.program in TITLES else []
     missing = question.layout is not None and not supports(software.program, LayoutTable.of([question.layout]))[0]
     return notes + ([f"{question.layout}: {MISSING}; it is judged as if the program had it"] if missing else [])
 
@@ -167,8 +161,7 @@ def answer(question: Question, top: int = 5, tokens: float | None = None) -> Num
     result: Numbers = {"model": question.name, "cluster": question.cluster.name}
     result |= {"program": program_title(question.cluster.software)}
     result |= {name: getattr(question, name) for name in ("moe", "risk", "gpus", "batch", "seq")}
-    layout = question.layout or (ranking.table[rows[0][0]] if rows else None)
-    result |= {"notes": notes_of(question, layout), "question": question.as_json(), "layouts": layouts}
+    result |= {"notes": notes_of(question), "question": question.as_json(), "layouts": layouts}
     risky = ranking.risky
     if layouts:
         risky = faster_but_risky(question, ranking, rows[0][0])

@@ -27,11 +27,14 @@ class Batches(Protocol):
     """The batches of a run: their state is stored with each checkpoint."""
 
     seq: int
-    position: int  # samples that all ranks together have consumed
+    @property
+    def position(self) -> int:
+        """Number of samples that all ranks together have consumed."""
+
 
     @property
     def fingerprint(self) -> Any:
-        """What identifies the text, and how it is cut, as JSON can hold it."""
+        """A value that identifies the text and how it is cut, as JSON can hold it."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, as JSON can hold it, the same on all ranks."""

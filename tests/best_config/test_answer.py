@@ -239,21 +239,12 @@ def test_no_command_is_printed_for_another_program():
     assert "command" not in said and said["note"].endswith("combine them with experts, which stay in BF16")
 
 
-@pytest.mark.parametrize("layout, noted", [("dp8,zero2", False), ("dp8,zero3", True), ("dp4,tp2", True)])
-def test_a_loss_without_logits_needs_a_full_head_in_the_course(layout, noted):
-    asked = dataclasses.replace(EIGHT, layout=Layout.parse(layout))
-    for change in ({"kernels": True}, {"fused_loss": True}):
-        notes = answer(dataclasses.replace(asked, cluster=with_program(H100, **change)), 1)["notes"]
-        assert bool(notes) == noted and (not notes or "needs a full head" in notes[0])
-    other = dataclasses.replace(asked, cluster=with_program(H100, "Megatron-Core", fused_loss=True))
-    assert notes_of(dataclasses.replace(other, layout=None), asked.layout) == notes_of(asked, asked.layout) == []
-
 
 def test_a_layout_that_the_program_does_not_have_is_noted():
     of_nanotron = dataclasses.replace(EIGHT, cluster=with_program(H100, "nanotron"))
     for layout, missing in (("dp8,zero3", True), ("dp4,pp2,zb-h1", True), ("dp4,pp2,zero1", False)):
         asked = dataclasses.replace(of_nanotron, layout=Layout.parse(layout))
-        assert [MISSING in note for note in notes_of(asked, asked.layout)] == [True] * missing
+        assert [MISSING in note for note in notes_of(asked)] == [True] * missing
 
 
 def test_the_step_without_overlap():
