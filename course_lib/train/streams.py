@@ -133,5 +133,10 @@ def write_manifest(folder: Path, manifest: dict) -> None:
 
 
 def mapped(file: Path, dtype: np.dtype | type, count: int, offset: int = 0) -> np.ndarray:
-    """Return `count` elements of a file, mapped, from byte `offset` on."""
-    return np.memmap(file, dtype, "r", offset, (count,)).view(np.ndarray) if count else np.empty(0, dtype)
+    """Return `count` elements of a file, mapped, from byte `offset` on. Raises ValueError if the file has fewer."""
+    if count == 0:
+        return np.empty(0, dtype)
+    try:
+        return np.memmap(file, dtype, "r", offset, (count,)).view(np.ndarray)
+    except (FileNotFoundError, ValueError):
+        raise ValueError(f"{file} is gone or damaged; delete its folder, and it is written again") from None

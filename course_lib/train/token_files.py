@@ -60,12 +60,13 @@ def token_files(source: Source) -> tuple[list[Path], list[str]]:
             raise ValueError("there is no such file or folder")
         return [path], []
     every = sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
+    every = [file for file in every if file.suffix != ".md"]
     tokens = [file for file in every if is_token_file(file)]
     files = [file for file in tokens if source.split in file.name]
     if not files and source.split != "train":
         raise ValueError(f"there is no split {source.split}: no name of a file has it")
     files = files or tokens
-    unread = [file.name for file in every if file not in files and file.suffix != ".md"]
+    unread = [file.name for file in every if file not in files]
     shown = ", ".join(unread[:3] + ["..."] * (len(unread) > 3))
     notes = [f"{len(unread):,} of {len(every):,} files are not read, by name or kind: {shown}"] if unread else []
     return files, notes

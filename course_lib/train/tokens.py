@@ -14,6 +14,7 @@ import hashlib
 import os
 import zlib
 from array import array
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,15 +65,19 @@ class TokenizerEncoder:
         self.vocab = 1 + max(tokenizer.get_vocab().values())
         self.before, self.after = special_tokens(tokenizer)
         self.loses_characters = may_lose_characters(tokenizer)
+        self.rust = getattr(tokenizer, "backend_tokenizer", None)  # not of a tokenizer in Python
+        if self.rust:
+            self.rust.no_truncation()
+            self.rust.no_padding()
         self.newline = self.ids(["\n"])[0]
-        rust = getattr(tokenizer, "backend_tokenizer", None)
-        contents = rust.to_str() if rust else repr(sorted(tokenizer.get_vocab().items()))
+        contents = self.rust.to_str() if self.rust else repr(sorted(tokenizer.get_vocab().items()))
         self.key = hashlib.sha256(contents.encode()).hexdigest()[:16]
 
     def ids(self, texts: list[str]) -> list[list[int]]:
-        """Return the token ids of each text, without special tokens; a fast tokenizer encodes them on all cores."""
-        few = {"return_attention_mask": False, "return_token_type_ids": False}
-        return self.tokenizer(texts, add_special_tokens=False, verbose=False, **few)["input_ids"] if texts else []
+        """Return the token ids of each text, without special tokens; the `tokenizers` library uses all cores."""
+        if self.rust:
+            return [each.ids for each in self.rust.encode_batch_fast(texts, add_special_tokens=False)]
+        return [self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
 
     def encode(self, parts: list[tuple[str, bool]]) -> list[np.ndarray]:
         """Return the tokens of each part. A part that continues a document, (text, True), is read behind a newline,
@@ -138,57 +143,64 @@ class ShardWriter:
         self.bar.update(self.tokens - written)
 
 
-def tokenize(folder: Path, source: Source, encoder: Encoder) -> None:
-    """Write the shards of a source of text, from the first document that the manifest in `folder` does not count.
+def unread_texts(source: Source, rows: Iterator[tuple[str, object]], manifest: dict) -> Iterator[str]:
+    """Yield the documents behind the rows that `manifest` counts, and count these rows in it as well.
 
-    Raises ValueError for rows that are not text.
+    Raises ValueError for a row that is not text.
     """
+    done = manifest["rows"]
+    for row, (position, text) in enumerate(rows, 1):
+        if row <= done:
+            continue
+        manifest["rows"] = row
+        if source.documents is not None and row > source.documents:
+            if not source.is_local:
+                return
+            continue  # read on, to count the documents
+        if text is None or text == "":
+            manifest["empty"] += 1
+        elif not isinstance(text, str):
+            kind = type(text).__name__
+            raise ValueError(f"{position}: column {source.column} is of type {kind}; it must be a string")
+        else:
+            yield text
+
+
+def tokenize(folder: Path, source: Source, encoder: Encoder) -> None:
+    """Write the shards of a source of text, from the first document that the manifest in `folder` does not count."""
     empty: dict = {"complete": False, "rows": 0, "empty": 0, "checksum": 0, "characters": "", "notes": [], "shards": []}
     manifest = empty | read_manifest(folder)
-    documents, notes = source.rows()
-    numbered, row, limit = enumerate(documents, 1), 0, source.documents
-    characters = set(manifest["characters"])
+    rows, notes = source.rows()
+    documents, characters = unread_texts(source, rows, manifest), set(manifest["characters"])
     done = sum(tokens for tokens, _ in manifest["shards"])
     with tqdm(desc=f"tokens of {source.name}", unit="token", unit_scale=True, initial=done, disable=None) as bar:
         while not manifest["complete"]:
             shard = folder / f"{len(manifest['shards']):05}"
             with written_whole(shard.with_suffix(".tokens")) as part, open(part, "wb") as out:
                 writer = ShardWriter(encoder, out, manifest["checksum"], bar)
-                for row, (position, text) in numbered:
-                    if row <= manifest["rows"]:
-                        continue
-                    if limit is not None and row > limit:
-                        if source.is_local:  # read on, to count the documents
-                            continue
+                for text in documents:
+                    if encoder.loses_characters:
+                        characters.update(text)
+                    writer.add(text)
+                    if writer.tokens >= SHARD_TOKENS:
                         break
-                    if text is None or text == "":
-                        manifest["empty"] += 1
-                    elif not isinstance(text, str):
-                        kind = type(text).__name__
-                        raise ValueError(f"{position}: column {source.column} is of type {kind}; it must be a string")
-                    else:
-                        if encoder.loses_characters:
-                            characters.update(text)
-                        writer.add(text)
-                        if writer.tokens >= SHARD_TOKENS:
-                            break
                 else:
                     manifest["complete"] = True
-                manifest["complete"] |= limit is not None and row > limit
                 writer.encode_waiting()
                 out.flush()
                 os.fsync(out.fileno())
             write_bytes(shard.with_suffix(".ends"), writer.ends.tobytes())
-            manifest |= {"rows": row, "checksum": writer.checksum, "characters": "".join(sorted(characters))}
+            manifest |= {"checksum": writer.checksum, "characters": "".join(sorted(characters))}
             manifest["shards"].append([writer.tokens, len(writer.ends)])
             if manifest["complete"]:
-                manifest["notes"] = left_out(source, row, manifest["empty"]) + notes + encoder.notes(characters)
+                manifest["notes"] = left_out(source, manifest) + notes + encoder.notes(characters)
             write_manifest(folder, manifest)
 
 
-def left_out(source: Source, rows: int, empty: int) -> list[str]:
-    """Return notes on the rows of a source that are not among its tokens; empty: of those that were read."""
-    used, notes = min(source.documents or rows, rows), []
+def left_out(source: Source, manifest: dict) -> list[str]:
+    """Return notes on the rows of a source that are not among its tokens."""
+    rows, empty, notes = manifest["rows"], manifest["empty"], []
+    used = min(source.documents or rows, rows)
     if used < rows:
         beyond = f"{used:,} of {rows:,} documents" if source.is_local else f"the first {used:,} documents; it has more"
         notes.append(beyond)
