@@ -27,10 +27,10 @@ class Batches(Protocol):
     """The batches of a run: their state is stored with each checkpoint."""
 
     seq: int
+
     @property
     def position(self) -> int:
         """Number of samples that all ranks together have consumed."""
-
 
     @property
     def fingerprint(self) -> Any:

@@ -26,7 +26,7 @@ def next_sources(shares: list[float], drawn: list[int], count: int) -> list[int]
         drawn[0] += count
         return [0] * count
     slack = 1 / (2 * len(shares) - 2)
-    chosen = []
+    order = []
     for n in range(sum(drawn), sum(drawn) + count):
         best, soonest = 0, math.inf
         for source, share in enumerate(shares):
@@ -35,8 +35,8 @@ def next_sources(shares: list[float], drawn: list[int], count: int) -> list[int]
             if behind + share > slack - 1e-6 and deadline < soonest:  # 1e-6: n * share is rounded
                 best, soonest = source, deadline
         drawn[best] += 1
-        chosen.append(best)
-    return chosen
+        order.append(best)
+    return order
 
 
 class Mixture(NamedTuple):
@@ -107,9 +107,9 @@ class PackedBatches:
             epochs, numbers = np.divmod(before[source] + np.arange(len(samples)), windows.count)
             mine = (samples >= first) & (samples < first + self.batch)
             for epoch in np.unique(epochs[mine]):
-                chosen = mine & (epochs == epoch)
-                order = shuffled(numbers[chosen], windows.count, self.seed, int(epoch), source)
-                for sample, number in zip(samples[chosen], order, strict=True):
+                of_epoch = mine & (epochs == epoch)
+                order = shuffled(numbers[of_epoch], windows.count, self.seed, int(epoch), source)
+                for sample, number in zip(samples[of_epoch], order, strict=True):
                     rows[sample - first] = (windows, int(number))
         return batch_of(rows, self.seq, self.text.masks)
 

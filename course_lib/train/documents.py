@@ -40,8 +40,8 @@ def document_ends(documents: torch.Tensor, most: int) -> torch.Tensor:
     starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
     number = starts.flatten().cumsum(0) - 1  # of each token's document
     ends = torch.full((len(documents) * most + 1,), documents.numel(), dtype=torch.int32, device=documents.device)
-    places = torch.arange(documents.numel(), dtype=torch.int32, device=documents.device)
-    return ends.scatter_reduce(0, number, places, "amin")
+    indices = torch.arange(documents.numel(), dtype=torch.int32, device=documents.device)
+    return ends.scatter_reduce(0, number, indices, "amin")
 
 
 def packed_flash_attention(

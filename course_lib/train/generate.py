@@ -102,8 +102,8 @@ def from_checkpoint(folder: Path) -> tuple[Transformer, dict]:
     return model, about
 
 
-def own_codec(folder: Path, tokenizer: str | None, vocab: int) -> Codec:
-    """Return a model's own tokenizer: by name, the one in its folder, or bytes. Raises ValueError if it has none."""
+def default_codec(folder: Path, tokenizer: str | None, vocab: int) -> Codec:
+    """Return a model's tokenizer: by name, the one in its folder, or bytes. Raises ValueError if it has none."""
     if tokenizer is None and any(folder.glob("tokenizer*")):
         tokenizer = str(folder)
     if tokenizer is None:
@@ -120,7 +120,7 @@ def load_model(folder: Path, tokenizer: str | None = None) -> tuple[Transformer,
     """Return a trained model on the host, and its tokenizer.
 
     folder: of checkpoints, of which the last is read; a single checkpoint; or a model in Hugging Face's format.
-    tokenizer: instead of the model's own. Raises ValueError, in one line, if there is no such model.
+    tokenizer: instead of the model's. Raises ValueError, in one line, if there is no such model.
     """
     if not folder.is_dir():
         raise ValueError(f"there is no folder {folder}")
@@ -128,12 +128,12 @@ def load_model(folder: Path, tokenizer: str | None = None) -> tuple[Transformer,
     if checkpoint is not None:
         model, about = from_checkpoint(checkpoint)
         plan = about.get("plan")  # of a training run; another caller of `save` may store anything
-        own = plan.get("tokenizer") if isinstance(plan, dict) else None
+        name = plan.get("tokenizer") if isinstance(plan, dict) else None
     elif (folder / "config.json").is_file():
-        model, own = (mixtures if from_hf_config(folder)[1] else dense).from_hf(folder), None
+        model, name = (mixtures if from_hf_config(folder)[1] else dense).from_hf(folder), None
     else:
         raise ValueError(f"{folder} has no checkpoint (step-*) and no model in Hugging Face's format (config.json)")
-    return model, codec_of(tokenizer) if tokenizer else own_codec(checkpoint or folder, own, model.config.vocab)
+    return model, codec_of(tokenizer) if tokenizer else default_codec(checkpoint or folder, name, model.config.vocab)
 
 
 def continued(

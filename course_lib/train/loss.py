@@ -87,7 +87,8 @@ class ChunkedCrossEntropy(OnceDifferentiable):
         and weight need gradients.
         """
         (tokens, width), words = hidden.shape, len(weight)
-        rows = chunk_rows(tokens, width, words)
+        largest = words if shard is None else -(-shard.full_size // shard.group.size())  # the same on all ranks
+        rows = chunk_rows(tokens, width, largest)
         buffer = hidden.new_empty(min(rows, tokens), words)  # one for all chunks
         loss = hidden.new_zeros((), dtype=torch.float32)
         grad_hidden = torch.empty_like(hidden) if needed[0] else None

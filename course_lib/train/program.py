@@ -70,11 +70,11 @@ def exit_with(line: str) -> None:
 
 def optimizer_of(settings: Settings) -> dict[str, Any]:
     """Return the arguments of parallelize that make the optimizer."""
-    chosen = settings.optimizer
-    common = {"lr": chosen.lr, "weight_decay": chosen.weight_decay, "fused": True}
-    if chosen.optimizer == "sgd":
-        return {"optimizer_cls": torch.optim.SGD, "momentum": chosen.momentum, **common}
-    return {"optimizer_cls": torch.optim.AdamW, "betas": tuple(chosen.betas), "eps": chosen.eps, **common}
+    args = settings.optimizer
+    common = {"lr": args.lr, "weight_decay": args.weight_decay, "fused": True}
+    if args.optimizer == "sgd":
+        return {"optimizer_cls": torch.optim.SGD, "momentum": args.momentum, **common}
+    return {"optimizer_cls": torch.optim.AdamW, "betas": tuple(args.betas), "eps": args.eps, **common}
 
 
 def plan_of(settings: Settings) -> dict[str, Any]:
@@ -231,7 +231,7 @@ class Trainer:
             self.log.close()
 
 
-def chosen_layout(settings: Settings, model: NamedModel) -> Layout:
+def layout_for_ranks(settings: Settings, model: NamedModel) -> Layout:
     """Return the layout for all ranks of the default group: the planner's choice for auto. Raises ValueError."""
     ranks = dist.get_world_size()
     layout = named_layout(settings, ranks)
@@ -257,7 +257,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     settings = options(argv)
     text = open_text(settings)
     model = named_model(settings).with_vocab(text.vocab)
-    layout = chosen_layout(settings, model)
+    layout = layout_for_ranks(settings, model)
     trainer = Trainer(settings, model, layout, text)
     title = describe_model(model.name, model.config, model.moe)
     ranks = f"{layout.ranks} rank{'s' if layout.ranks > 1 else ''}"

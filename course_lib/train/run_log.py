@@ -1,4 +1,4 @@
-"""Where the records of a run's steps go: a file of JSON lines, TensorBoard, and Weights & Biases.
+"""Destinations of the records of a run's steps: a file of JSON lines, TensorBoard, and Weights & Biases.
 
     log = RunLog(settings.logging, step, as_toml(settings))     # on rank 0 alone
     log.add(records)                                            # steps in ascending order

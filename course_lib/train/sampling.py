@@ -67,10 +67,10 @@ def nucleus(probabilities: torch.Tensor, top_p: float) -> torch.Tensor:
     the other tokens.
     """
     ordered, tokens = probabilities.sort(descending=True, stable=True)
-    kept = ordered.cumsum(0) - ordered < top_p  # tokens before which top_p is not reached
-    kept[0] = True
-    chosen = torch.zeros_like(probabilities).scatter(0, tokens[kept], ordered[kept])
-    return chosen / chosen.sum()
+    selected = ordered.cumsum(0) - ordered < top_p  # tokens before which top_p is not reached
+    selected[0] = True
+    result = torch.zeros_like(probabilities).scatter(0, tokens[selected], ordered[selected])
+    return result / result.sum()
 
 
 def next_token(logits: torch.Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:

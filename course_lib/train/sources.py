@@ -37,7 +37,7 @@ class Source:
 
     @property
     def is_local(self) -> bool:
-        """Whether the source is on this machine, so that to count its documents costs no download."""
+        """True if the source is on this machine: to count its documents costs no download."""
         return self.dataset is None or Path(self.dataset).exists()
 
     def rows(self) -> tuple[Iterator[tuple[str, object]], list[str]]:

@@ -63,13 +63,13 @@ class TokenStream:
 
 def first_documents(shards: list[Shard], limit: int) -> list[Shard]:
     """Return the shards with the first `limit` documents alone."""
-    kept = []
+    first = []
     for shard in shards:
         ends = shard.ends[:limit]
         limit -= len(ends)
         if len(ends):
-            kept.append(Shard(shard.tokens[: int(ends[-1])], ends))
-    return kept
+            first.append(Shard(shard.tokens[: int(ends[-1])], ends))
+    return first
 
 
 # The folder of a source in the cache.
@@ -97,13 +97,13 @@ def make_once(folder: Path, make: Callable[[], None]) -> None:
                 make()
     except OSError as error:
         raise ValueError(
-            f"the folder for tokens, {folder}: {error.strerror or error}; complete shards in it are kept, and the next "
+            f"the folder for tokens, {folder}: {error.strerror or error}; complete shards in it stay, and the next "
             "run continues with them"
         ) from None
 
 
 @contextlib.contextmanager
-def written_whole(file: Path) -> Iterator[Path]:
+def complete_file(file: Path) -> Iterator[Path]:
     """Yield the name under which to write `file`, which appears only if the body succeeds."""
     part = file.with_name(f"{file.name}.part")
     try:
@@ -115,7 +115,7 @@ def written_whole(file: Path) -> Iterator[Path]:
 
 def write_bytes(file: Path, contents: bytes) -> None:
     """Write a file that appears complete, on the disk."""
-    with written_whole(file) as part, open(part, "wb") as out:
+    with complete_file(file) as part, open(part, "wb") as out:
         out.write(contents)
         out.flush()
         os.fsync(out.fileno())

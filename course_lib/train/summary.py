@@ -124,11 +124,11 @@ def mark_layouts(axes: Axes, changes: list[tuple[int, str]], named: bool) -> Non
     for step, layout in changes[1:]:
         axes.axvline(step, color=GRAY, linewidth=0.8, linestyle=(0, (4, 3)))
         if named and step - last > 0.03 * (end - begin):
-            box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
-            place: Any = axes.get_xaxis_transform()  # steps, and 0 to 1
+            background = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
+            transform: Any = axes.get_xaxis_transform()  # steps, and 0 to 1
             axes.annotate(
-                layout, (step, 0.97), (3, 0), place, "offset points",
-                rotation=90, fontsize=8, color=GRAY, va="top", bbox=box, annotation_clip=False,
+                layout, (step, 0.97), (3, 0), transform, "offset points",
+                rotation=90, fontsize=8, color=GRAY, va="top", bbox=background, annotation_clip=False,
             )  # fmt: skip
             last = step
 

@@ -106,13 +106,13 @@ def opened(settings: Settings) -> Text:
         held_out = HeldOut(held, [1.0], evaluation.eval_sequences)
     elif evaluation.eval_every:
         for number, windows in enumerate(train):
-            kept = windows.count - max(1, round(evaluation.eval_share * windows.count))
-            if kept < 1:
+            to_train = windows.count - max(1, round(evaluation.eval_share * windows.count))
+            if to_train < 1:
                 raise ValueError(
                     f"{windows.stream.name}: {windows.stream.tokens:,} tokens fill {windows.count} sequence of {seq}, "
                     "which cannot be split into training and held-out text; set eval_dataset"
                 )
-            train[number], rest = cut(windows.stream, 0, kept), cut(windows.stream, kept)
+            train[number], rest = cut(windows.stream, 0, to_train), cut(windows.stream, to_train)
             held.append(rest)
         held_out = HeldOut(held, shares, evaluation.eval_sequences)
     most = max(windows.most_documents() for windows in train + held)

@@ -19,12 +19,12 @@ from course_lib.train.sources import Source
 from course_lib.train.streams import (
     Shard,
     TokenStream,
+    complete_file,
     first_documents,
     make_once,
     mapped,
     read_manifest,
     write_manifest,
-    written_whole,
 )
 
 SUFFIXES = (".bin", ".npy")
@@ -104,7 +104,7 @@ def index(folder: Path, files: list[Path], shards: list[np.ndarray], end_token: 
     counts, ranges, checksum = [], [], 0
     for number, (file, tokens) in enumerate(zip(files, shards, strict=True)):
         smallest, largest, documents = 0, 0, 0
-        with written_whole(folder / f"{number:05}.ends") as part, open(part, "wb") as out:
+        with complete_file(folder / f"{number:05}.ends") as part, open(part, "wb") as out:
             for start in range(0, len(tokens), CHUNK):
                 chunk = tokens[start : start + CHUNK]
                 checksum = zlib.crc32(chunk.tobytes(), checksum)

@@ -27,12 +27,12 @@ from course_lib.train.sources import Source
 from course_lib.train.streams import (
     Shard,
     TokenStream,
+    complete_file,
     make_once,
     mapped,
     read_manifest,
     write_bytes,
     write_manifest,
-    written_whole,
 )
 
 SHARD_TOKENS = 64_000_000  # a shard is complete with the document that reaches them
@@ -84,12 +84,14 @@ class TokenizerEncoder:
         whose tokens are left out again: see text_tokens in single_gpu.data.
         """
         texts = [text.encode(errors="replace").decode() for text, _ in parts]  # JSON can hold half a surrogate pair
-        encoded = self.ids([f"\n{text}" if more else text for text, (_, more) in zip(texts, parts, strict=True)])
+        encoded = self.ids(
+            [f"\n{text}" if continues else text for text, (_, continues) in zip(texts, parts, strict=True)]
+        )
         size = len(self.newline)
-        for number, (_, more) in enumerate(parts):
-            if more and encoded[number][:size] == self.newline:
+        for number, (_, continues) in enumerate(parts):
+            if continues and encoded[number][:size] == self.newline:
                 encoded[number] = encoded[number][size:]
-            elif more:
+            elif continues:
                 encoded[number] = self.ids([texts[number]])[0]
         return [np.array(ids, np.int32) for ids in encoded]
 
@@ -129,9 +131,9 @@ class ShardWriter:
     def encode_waiting(self) -> None:
         """Write the tokens of the parts that wait."""
         encoder, dtype, written = self.encoder, dtype_of(self.encoder.vocab), self.tokens
-        for (_, more), last, ids in zip(self.waiting, self.last, encoder.encode(self.waiting), strict=True):
+        for (_, continues), last, ids in zip(self.waiting, self.last, encoder.encode(self.waiting), strict=True):
             full = np.concatenate(
-                [encoder.before * (not more), ids, encoder.after * last], dtype=dtype, casting="unsafe"
+                [encoder.before * (not continues), ids, encoder.after * last], dtype=dtype, casting="unsafe"
             )
             stored = full.tobytes()
             self.out.write(stored)
@@ -176,7 +178,7 @@ def tokenize(folder: Path, source: Source, encoder: Encoder) -> None:
     with tqdm(desc=f"tokens of {source.name}", unit="token", unit_scale=True, initial=done, disable=None) as bar:
         while not manifest["complete"]:
             shard = folder / f"{len(manifest['shards']):05}"
-            with written_whole(shard.with_suffix(".tokens")) as part, open(part, "wb") as out:
+            with complete_file(shard.with_suffix(".tokens")) as part, open(part, "wb") as out:
                 writer = ShardWriter(encoder, out, manifest["checksum"], bar)
                 for text in documents:
                     if encoder.loses_characters:

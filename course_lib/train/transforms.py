@@ -1,4 +1,4 @@
-"""What a run's settings change in its model: kernels, attention, FP8, compilation, weight decay.
+"""Changes that a run's settings make to its model: kernels, attention, FP8, compilation, weight decay.
 
 `transforms` returns the functions that `parallelize` applies to the split model on the meta device; `compile_blocks`
 comes after it. `check_transforms` refuses what does not combine, before a process group exists.
@@ -33,8 +33,8 @@ def check_transforms(settings: Settings, layout: Layout) -> None:
         raise SettingsError(f"fp8 {settings.precision.fp8} with sp: 8-bit layers take full sequences: leave out sp")
     if settings.precision.fp8_gather and layout.zero_stage != 3:
         raise SettingsError(f"fp8_gather with zero_stage {layout.zero_stage}: only zero3 gathers weights in a step")
-    for name, chosen in (("compile", settings.compile.compile), ("kernels", settings.kernels.kernels)):
-        if chosen and layout.pp > 1 and layout.schedule in ("zb-h1", "zb-h2", "zb-v", "dualpipe"):
+    for name, enabled in (("compile", settings.compile.compile), ("kernels", settings.kernels.kernels)):
+        if enabled and layout.pp > 1 and layout.schedule in ("zb-h1", "zb-h2", "zb-v", "dualpipe"):
             raise SettingsError(
                 f"{name} with schedule {layout.schedule}: it runs a layer's backward in two halves: make schedule 1f1b"
             )
@@ -55,49 +55,49 @@ def stop_decay(model: Transformer, patterns: list[str]) -> None:
     """
     named = list(model.named_parameters(remove_duplicate=False))
     for pattern in patterns:
-        chosen = [parameter for name, parameter in named if pattern in name]
-        if not chosen:
+        matching = [parameter for name, parameter in named if pattern in name]
+        if not matching:
             raise ValueError(f"no_decay: no parameter has {pattern} in its name, such as {named[0][0]}")
-        for parameter in chosen:
+        for parameter in matching:
             placement_of(parameter).decays = False
 
 
 def transforms(settings: Settings, layout: Layout, most_documents: int) -> list[Transform]:
     """Return the transforms of the split model, in order. most_documents: in a sequence, at most."""
-    chosen: list[Transform] = []
+    result: list[Transform] = []
     if settings.kernels.kernels:
         from course_lib.kernels.program import use_kernels
 
-        chosen.append(use_kernels)
+        result.append(use_kernels)
     flash = settings.attention.attention == "flash"
     if settings.data.document_masks:
         from course_lib.train.documents import mask_documents
 
-        chosen.append(functools.partial(mask_documents, most=most_documents, flash=flash))
+        result.append(functools.partial(mask_documents, most=most_documents, flash=flash))
     elif flash and layout.cp > 1:
-        chosen.append(use_flash_blocks)
+        result.append(use_flash_blocks)
     elif flash:
         from course_lib.flash_attention.operator import use_flash_attention
 
-        chosen.append(use_flash_attention)
+        result.append(use_flash_attention)
     if settings.precision.fp8 != "none":
         from course_lib.fp8.program import RECIPE_OF_OPTION, apply_fp8
 
-        chosen.append(functools.partial(apply_fp8, recipe=RECIPE_OF_OPTION[settings.precision.fp8]))
+        result.append(functools.partial(apply_fp8, recipe=RECIPE_OF_OPTION[settings.precision.fp8]))
     if settings.precision.fp8_gather:
         from course_lib.fp8.gather import Fp8Gather
 
         def gather_in_8_bits(model: Transformer) -> None:
             vars(model)["encode"] = Fp8Gather()
 
-        chosen.append(gather_in_8_bits)
+        result.append(gather_in_8_bits)
     if settings.kernels.chunked_loss:
         from course_lib.train.loss import apply_chunked_loss
 
-        chosen.append(apply_chunked_loss)
+        result.append(apply_chunked_loss)
     if settings.optimizer.no_decay:
-        chosen.append(functools.partial(stop_decay, patterns=settings.optimizer.no_decay))
-    return chosen
+        result.append(functools.partial(stop_decay, patterns=settings.optimizer.no_decay))
+    return result
 
 
 def compile_blocks(stages: nn.Module, backend: str) -> None:

@@ -21,7 +21,7 @@ import torch
 from course_lib.recompute.modes import IGNORED
 from course_lib.train.streams import TokenStream
 
-ROUNDS = 6
+FEISTEL_STEPS = 6
 
 
 class Batch(NamedTuple):
@@ -45,7 +45,7 @@ def shuffled(numbers: np.ndarray, size: int, *key: int) -> np.ndarray:
     """Return the images of `numbers` [n], below `size`, under the permutation of 0 … size-1 that `key` selects."""
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     mask = (np.uint64(1) << half) - np.uint64(1)
-    round_keys = np.frombuffer(hashlib.blake2b(repr(key).encode(), digest_size=8 * ROUNDS).digest(), "<u8")
+    round_keys = np.frombuffer(hashlib.blake2b(repr(key).encode(), digest_size=8 * FEISTEL_STEPS).digest(), "<u8")
 
     def network(numbers: np.ndarray) -> np.ndarray:
         left, right = numbers >> half, numbers & mask
@@ -79,7 +79,7 @@ class Windows:
 
     def most_documents(self) -> int:
         """Return the largest number of documents in a window, the padding included; 1 without masks."""
-        most, last, carried = 0, -1, 0  # the window in which the ends so far stop, and the ends in it
+        most, last, in_last = 0, -1, 0  # the window in which the ends so far stop, and the ends in it
         start, stop = self.first * self.seq, (self.first + self.count) * self.seq
         for ends in self.stream.ends_in(start, stop) if self.masks else ():
             for begin in range(0, len(ends), 2**20):
@@ -88,8 +88,8 @@ class Windows:
                 windows, counts = np.unique(inside, return_counts=True)
                 if not len(windows):
                     continue
-                counts[0] += carried if windows[0] == last else 0
-                most, last, carried = max(most, int(counts.max())), int(windows[-1]), int(counts[-1])
+                counts[0] += in_last if windows[0] == last else 0
+                most, last, in_last = max(most, int(counts.max())), int(windows[-1]), int(counts[-1])
         return most + 1
 
     def fill(self, number: int, inputs: np.ndarray, targets: np.ndarray, starts: np.ndarray) -> None:

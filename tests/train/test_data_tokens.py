@@ -248,8 +248,8 @@ def test_a_full_disk_is_one_line_and_the_next_run_continues(small_shards, tmp_pa
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     (folder,) = Path(small_shards.data.cache).iterdir()
     assert said == (
-        f"{small_shards.data.dataset}: the folder for tokens, {folder}: File too large; complete shards in it are "
-        "kept, and the next run continues with them"
+        f"{small_shards.data.dataset}: the folder for tokens, {folder}: File too large; complete shards in it stay, "
+        "and the next run continues with them"
     )
     kept = json.loads((folder / "manifest.json").read_text())["rows"]
     assert 40 < kept <= 60 and not list(folder.glob("*.part"))
