@@ -25,19 +25,22 @@ from course_lib.checkpoint.noise import drop_tokens
 from course_lib.checkpoint.saved_run import SavedRun
 from course_lib.expert_parallel.mixture import describe_model
 from course_lib.expert_parallel.sizes import active_config
-from course_lib.five_d.layouts import Layout
+from course_lib.five_d.layouts import Layout, check_layout
 from course_lib.five_d.meshes import build_mesh
 from course_lib.five_d.model import ParallelModel, parallelize
 from course_lib.five_d.plan import batch_at
 from course_lib.single_gpu import training as single_gpu
+from course_lib.single_gpu.errors import one_line_message
 from course_lib.train.auto_layout import choose_layout
 from course_lib.train.batches import PackedBatches
 from course_lib.train.evaluation import evaluate
+from course_lib.train.exports import check_checkpoints
 from course_lib.train.model import NamedModel, check_run, named_layout, named_model
 from course_lib.train.run_log import RunLog, check_logging
 from course_lib.train.schedule import rate_at
 from course_lib.train.sections import Settings
 from course_lib.train.settings import as_toml, read_settings
+from course_lib.train.sources import held_out_source, sources_of
 from course_lib.train.text import Text, open_text
 from course_lib.train.transforms import compile_blocks, transforms
 
@@ -53,12 +56,17 @@ def options(argv: list[str] | None = None) -> Settings:
         model, layout = named_model(settings), named_layout(settings, 1)
         if settings.layout.layout and layout is not None and not settings.layout.elastic:
             check_run(settings, model, layout)
+        check_layout(model.config, Layout(), None, None, None, model.moe)  # the sizes alone
+        sources_of(settings.data)
+        held_out_source(settings)
+        check_checkpoints(settings, model.config, model.moe)
         check_logging(settings)
     except ImportError as error:
-        name = "hf_config" if settings.model.hf_config else "from_hf"
+        by_name = vars(settings.model) | vars(settings.checkpoints)
+        name = next(each for each in ("hf_config", "from_hf", "export") if by_name[each])
         exit_with(f"{error}; {name} needs pip install -e '.[hf]'")
     except ValueError as error:
-        exit_with(str(error))
+        exit_with(one_line_message(error))
     return settings
 
 
@@ -279,6 +287,7 @@ def export_and_draw(settings: Settings, title: str) -> None:
     if out and settings.checkpoints.checkpoints:
         folder = latest(Path(settings.checkpoints.checkpoints))
         assert folder is not None, "the last step is saved"
+        Path(out).absolute().parent.mkdir(parents=True, exist_ok=True)
         to_hf(folder, Path(out))
         print(f"exported {folder} to {out}", flush=True)
     if settings.logging.summary and settings.logging.out:

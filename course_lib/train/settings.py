@@ -58,6 +58,8 @@ def checked(section: str, each: dataclasses.Field, value: Any, who: str) -> Any:
     if kind is list:
         if not isinstance(value, list):
             raise SettingsError(f"{who} is {shown(value)}; it must be a list")
+        if "" in value:
+            raise SettingsError(f"{who} has an empty string in it")
         return [of_type(item, element or str, who) for item in value]
     value, limits = of_type(value, kind, who), each.metadata
     if choices := limits.get("choices"):
@@ -79,7 +81,10 @@ def checked(section: str, each: dataclasses.Field, value: Any, who: str) -> Any:
 def of_type(value: Any, kind: type, who: str) -> Any:
     """Return a TOML value in the type of its key. Raises SettingsError for any other."""
     if kind is float and type(value) is int:
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise SettingsError(f"{who} is too large for a number") from None
     if type(value) is not kind:
         raise SettingsError(f"{who} is {shown(value)}; it must be {NOUNS[kind]}")
     return value
@@ -92,7 +97,7 @@ def shown(value: Any) -> str:
     if isinstance(value, dict):
         return f"{{{', '.join(f'{name} = {shown(each)}' for name, each in value.items())}}}"
     if isinstance(value, (bool, str)):
-        return json.dumps(value, ensure_ascii=False)
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON allows it, TOML does not
     return f"{value}"
 
 
@@ -105,8 +110,8 @@ def did_you_mean(name: Any, known: list[str]) -> str:
 def from_toml(file: Path) -> dict[tuple[str, str], Any]:
     """Return the settings of a TOML file by section and key. Raises SettingsError, in one line."""
     try:
-        contents = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        contents = tomllib.loads(file.read_text(encoding="utf-8-sig"))  # Windows' editors write a byte order mark
+    except (OSError, ValueError) as error:  # tomllib raises ValueError for a number of very many digits
         raise SettingsError(f"{file}: {getattr(error, 'strerror', None) or error}") from None
     section_of = {each.name: section for section, each in keys()}
     sections = list(dict.fromkeys(section_of.values()))
@@ -156,7 +161,8 @@ def from_option(section: str, each: dataclasses.Field, text: str) -> Any:
         except ValueError:
             raise SettingsError(f"{who} is {shown(word)}; it must be {NOUNS[kind]}") from None
 
-    value = [one(word.strip(), element) for word in text.split(",")] if kind is list and element else one(text, kind)
+    words = text.split(",") if text else []
+    value = [one(word.strip(), element) for word in words] if kind is list and element else one(text, kind)
     return checked(section, each, value, who)
 
 

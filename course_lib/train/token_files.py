@@ -31,6 +31,7 @@ SUFFIXES = (".bin", ".npy")
 LLM_C = {20240520: "uint16", 20240801: "uint32"}  # the first number of a header, and the type of the tokens behind it
 HEADER_BYTES = 1024
 CHUNK = 2**24  # tokens to read at a time
+LARGEST = 2**22  # more tokens than any vocabulary has: a file of them was read in the wrong type
 
 
 def is_token_file(path: Path) -> bool:
@@ -137,6 +138,8 @@ def token_file_stream(cache: Path, source: Source, end_token: int | None, vocab:
     for file, largest in zip(files, manifest["largest"], strict=True):
         if vocab is not None and largest >= vocab:
             raise ValueError(f"{file.name}: it has the token {largest}; the tokenizer has {vocab:,}, from 0 on")
+        if largest >= LARGEST:
+            raise ValueError(f"{file.name}: it has the token {largest}, more than any vocabulary has; set token_dtype")
     shards = []
     for number, (each, documents) in enumerate(zip(tokens, manifest["documents"], strict=True)):
         shards.append(Shard(each, mapped(folder / f"{number:05}.ends", np.int64, documents)))

@@ -34,7 +34,15 @@ def test_the_command_line_takes_precedence_over_the_file(tmp_path):
     assert not settings.kernels.kernels and settings.optimizer.no_decay == ["a", "b"]
 
 
-@pytest.mark.parametrize("text", ["", SOURCES, "[model]\nfrom_hf = 'x'\n[optimizer]\nlr = 1\n[run]\ndrop_tokens = 0\n"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        SOURCES,
+        '[data]\ndataset = "a\\u007fb\\n"',
+        "[model]\nfrom_hf = 'x'\n[optimizer]\nlr = 1\n[run]\ndrop_tokens = 0\n",
+    ],
+)
 def test_what_print_config_prints_is_read_back(tmp_path, capsys, text):
     file = written(tmp_path, text)
     with pytest.raises(SystemExit) as stop:
@@ -44,6 +52,15 @@ def test_what_print_config_prints_is_read_back(tmp_path, capsys, text):
     again = read_settings([written(tmp_path, printed)])
     assert again == read_settings([written(tmp_path, text), "--summary", "s", "--out", "l"])
     assert as_toml(again) == printed
+
+
+def test_an_empty_list_on_the_command_line_empties_that_of_the_file(tmp_path):
+    file = written(tmp_path, "[optimizer]\nno_decay = ['embedding']\n")
+    assert read_settings([file, "--no-decay", ""]).optimizer.no_decay == []
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path):
+    assert read_settings([written(tmp_path, "\ufeff[run]\r\nsteps = 7\r\n")]).run.steps == 7
 
 
 def test_each_key_has_one_section_a_meaning_and_an_option(capsys):
@@ -73,6 +90,9 @@ MISTAKES = [
     ("[model]\npreset = 'smal'", 'run.toml: preset in [model] is "smal"; did you mean small?'),
     ("[model]\nfrom_hf = ''", "run.toml: from_hf in [model] is empty"),
     ("[compile]\ncompile = 'yes'", 'run.toml: compile in [compile] is "yes"; it must be true or false'),
+    (f"[optimizer]\nlr = 1{'0' * 400}", "run.toml: lr in [optimizer] is too large for a number"),
+    (f"[run]\nsteps = 1{'0' * 5000}", "run.toml: Exceeds the limit (4300 digits)"),
+    ("[optimizer]\nno_decay = ['']", "run.toml: no_decay in [optimizer] has an empty string in it"),
     ("[optimizer]\nbetas = 0.9", "run.toml: betas in [optimizer] is 0.9; it must be a list"),
     ("[optimizer]\nbetas = [1.0, 0.9]", "betas is [1.0, 0.9]; it must be two numbers from 0 to below 1"),
     ("[run\nsteps = 1", "run.toml: Expected ']' at the end of a table declaration"),

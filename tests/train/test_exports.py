@@ -1,0 +1,44 @@
+"""Settings that the program refuses before a group exists and before the text is read."""
+
+import pytest
+
+from course_lib.train import program
+
+
+def refused(words: list[str], capsys) -> str:
+    with pytest.raises(SystemExit) as stop:
+        program.options(words)
+    assert stop.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words, line",
+    [
+        ("--checkpoints file", "checkpoints is file, and file is not a folder"),
+        ("--checkpoints c --export folder", "export is folder, which exists already: name a new folder, or remove it"),
+        ("--checkpoints c --export link", "export is link, which exists already: name a new folder, or remove it"),
+        ("--checkpoints c --export file/x", "export is file, and file is not a folder"),
+        (
+            "--checkpoints c --export x --experts 4 --shared 1",
+            "export: no mixture of transformers that the course knows has shared experts: make shared 0",
+        ),
+        (
+            "--checkpoints c --export x --experts 4 --top-k 1",
+            "no mixture of transformers that the course knows has top_k 1 without norms of q and k",
+        ),
+        ("--experts 2 --top-k 4", "top_k 4: it must be 1 to 2, the number of experts"),
+        ("sources.toml", "[[data.sources]] 1 has no key weigth; did you mean weight?"),
+        ("line.toml", "line.toml: [run] has no key a b; it is one of"),
+    ],
+)
+def test_what_would_fail_at_the_end_is_refused_at_the_start(words, line, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("nowhere")
+    (tmp_path / "sources.toml").write_text("[[data.sources]]\ndataset = 'a'\nweigth = 1\n")
+    (tmp_path / "line.toml").write_text('[run]\n"a\\nb" = 1\n')
+    told = refused(words.split(), capsys)
+    assert told.startswith(f"train: error: {line}") and told.count("\n") == 1
+    assert not (tmp_path / "c").exists() and not (tmp_path / "x").exists()
