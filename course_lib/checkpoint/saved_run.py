@@ -27,7 +27,10 @@ class Batches(Protocol):
     """The batches of a run: their state is stored with each checkpoint."""
 
     seq: int
-    position: int  # samples that all ranks together have consumed
+
+    @property
+    def position(self) -> int:
+        """Samples that all ranks together have consumed."""
 
     @property
     def fingerprint(self) -> Any:

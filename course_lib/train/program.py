@@ -50,8 +50,8 @@ def options(argv: list[str] | None = None) -> Settings:
     """
     try:
         settings = read_settings(argv)
-        model, layout = named_model(settings), named_layout(settings, 1)
-        if settings.layout.layout and layout is not None and not settings.layout.elastic:
+        model, layout = named_model(settings), named_layout(settings)
+        if layout is not None:
             check_run(settings, model, layout)
         check_logging(settings)
     except ImportError as error:

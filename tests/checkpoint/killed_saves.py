@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from course_lib.checkpoint.checkpoints import latest
 from course_lib.checkpoint.files import damaged, describe
-from course_lib.checkpoint.program import main, options
 from course_lib.single_gpu import training as single_gpu
+from course_lib.train.program import main, options
 
 STEPS = 50  # more than all trials together can do
 PROGRAM = f"--preset debug --layout dp2,zero1 --batch 2 --seq 16 --steps {STEPS} --warmup 9 --drop-tokens 0.1".split()

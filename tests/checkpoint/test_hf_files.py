@@ -6,9 +6,9 @@ import sys
 import pytest
 
 from course_lib.checkpoint.hf_files import from_hf_config, read_hf_config
-from course_lib.checkpoint.program import options
 from course_lib.single_gpu.hugging_face import to_hf_config
 from course_lib.single_gpu.model import PRESETS
+from course_lib.train.program import options
 
 INDEX = "model.safetensors.index.json"
 

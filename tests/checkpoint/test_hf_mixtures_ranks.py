@@ -18,10 +18,10 @@ from course_lib.checkpoint import files
 from course_lib.checkpoint.checkpoints import save
 from course_lib.checkpoint.hf_files import from_hf_config, read_hf_config
 from course_lib.checkpoint.hugging_face import from_hf, to_hf
-from course_lib.checkpoint.program import main, options
 from course_lib.five_d.layouts import Layout
 from course_lib.five_d.meshes import build_mesh
 from course_lib.five_d.model import parallelize
+from course_lib.train.program import main, options
 from test_hf_checkpoints_ranks import first_loss, quantized
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")

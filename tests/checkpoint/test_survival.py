@@ -27,13 +27,13 @@ import torch
 from calls import said, short_corpus
 from course_lib.checkpoint.checkpoints import latest
 from course_lib.checkpoint.files import complete, damaged, describe
-from course_lib.checkpoint.program import main, options
 from course_lib.checkpoint.saved_run import Log, SavedRun, log_file, readable
 from course_lib.five_d.layouts import Layout
 from course_lib.five_d.meshes import build_mesh
 from course_lib.five_d.model import parallelize
 from course_lib.single_gpu import training as single_gpu
 from course_lib.single_gpu.data import TokenBatches
+from course_lib.train.program import main, options
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 600  # a deadline for what hangs; beside three others, all of a launch took three minutes
