@@ -77,12 +77,18 @@ def optimizer_of(settings: Settings) -> dict[str, Any]:
     return {"optimizer_cls": torch.optim.AdamW, "betas": tuple(chosen.betas), "eps": chosen.eps, **common}
 
 
+def dtype_of(settings: Settings) -> str:
+    """Return the dtype of the matmuls: that of the settings, or this machine's."""
+    return settings.precision.dtype or ("bf16" if torch.cuda.is_available() else "fp32")
+
+
 def plan_of(settings: Settings) -> dict[str, Any]:
     """Return the settings that a run may change when it continues, by name: it prints each change. Paths are absolute,
     since a program that reads them from a checkpoint may run in another folder.
     """
     sections = (vars(getattr(settings, each.name)) for each in dataclasses.fields(settings))
     plan = {name: value for section in sections for name, value in section.items() if name not in NOT_PLANNED}
+    plan["dtype"] = dtype_of(settings)  # a run may continue on another machine
     for name in ("dataset", "tokenizer", "eval_dataset"):
         if plan[name] and Path(plan[name]).exists():
             plan[name] = str(Path(plan[name]).absolute())
@@ -98,7 +104,6 @@ class Trainer:
         self.batches = PackedBatches(
             text.train, settings.run.batch // layout.dp, mesh.dp.rank(), layout.dp, settings.run.seed
         )
-        dtype = settings.precision.dtype or ("bf16" if torch.cuda.is_available() else "fp32")
         self.parallel: ParallelModel = parallelize(
             model.config,
             layout,
@@ -106,7 +111,7 @@ class Trainer:
             transforms(settings, layout, text.train.max_documents),
             moe=model.moe,
             seed=settings.run.seed,
-            dtype=torch.bfloat16 if dtype == "bf16" else torch.float32,
+            dtype=torch.bfloat16 if dtype_of(settings) == "bf16" else torch.float32,
             **optimizer_of(settings),
         )
         if settings.compile.compile:
