@@ -35,9 +35,9 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from course_kit.labs.five_d.rivals import tensor_plan
 from course_kit.ranks import Ranks
-from course_lib.checkpoint.program import build_mesh, parallelize
 from course_lib.five_d.layouts import Layout
-from course_lib.five_d.model import full_weights
+from course_lib.five_d.meshes import build_mesh
+from course_lib.five_d.model import full_weights, parallelize
 from course_lib.pipeline.stages import split_stages
 from course_lib.single_gpu.model import PRESETS, ModelConfig, Transformer, loss
 from course_lib.single_gpu.training import decay_groups

@@ -10,10 +10,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from course_lib.checkpoint.program import parallelize
 from course_lib.five_d.layouts import Layout
 from course_lib.five_d.meshes import build_mesh
-from course_lib.five_d.model import full_weights
+from course_lib.five_d.model import full_weights, parallelize
 from course_lib.single_gpu.data import TokenBatches
 from course_lib.single_gpu.model import ModelConfig
 

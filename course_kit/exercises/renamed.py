@@ -23,6 +23,7 @@ TARGETS = {
 }
 # The module whose main a notebook of before starts.
 PROGRAMS = {
+    "checkpoint.program": "train.program",
     "data_parallel.replicas": "data_parallel.program",
     "expert_parallel.model": "expert_parallel.program",
     "zero.optimizer": "zero.program",

@@ -28,10 +28,10 @@ from course_lib.best_config.hardware import save_cluster
 from course_lib.best_config.informative import informative
 from course_lib.best_config.program import read_cluster
 from course_lib.best_config.sweep_files import dtype_and_experts, of_program
-from course_lib.checkpoint import program as five_d
 from course_lib.five_d.layouts import Layout
 from course_lib.single_gpu.model import PRESETS
 from course_lib.single_gpu.training import out_file
+from course_lib.train.settings import read_settings, settings_parser
 
 
 def describe(row: dict) -> str:
@@ -103,7 +103,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the program's options."""
     parser = argparse.ArgumentParser(
         prog="sweep",
-        usage="%(prog)s [options] [-- options of five_d]",
+        usage="%(prog)s [options] [-- options of the training program]",
         description="Run layouts one after the other, or write them as Slurm arrays; the results go to a CSV.",
         allow_abbrev=False,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -146,7 +146,7 @@ def runs_of(args: argparse.Namespace, options: Sequence[str]) -> list[Run]:
     if args.layouts:
         layouts = [Layout.parse(text) for text in args.layouts]
     elif args.calibrate:
-        dtype, moe = dtype_and_experts(args.preset, options)
+        dtype, moe = dtype_and_experts(options)
         cluster, config = of_program(args.cluster, dtype), PRESETS[args.preset]
         layouts = informative(config, cluster, args.ranks, args.batch, args.seq, args.runs, moe)
     else:
@@ -164,7 +164,7 @@ def runs_of(args: argparse.Namespace, options: Sequence[str]) -> list[Run]:
 def options(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[Run]]:
     """Return the program's options, and the runs. Changes nothing; a bad option ends the program with status 2."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    ours, for_five_d = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    ours, for_program = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
     our_parser = parser()
     args = our_parser.parse_args(ours)
     try:
@@ -174,11 +174,13 @@ def options(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[Run
         if args.calibrate:
             args.cluster = read_cluster(args.cluster)
             args.gpus_per_node = args.cluster.gpus_per_node
-        runs = [] if args.collect else runs_of(args, for_five_d)
+        runs = [] if args.collect else runs_of(args, for_program)
+        for run in runs[:1]:  # what the training program does not know would fail every run
+            read_settings(run.arguments())
+            if file := settings_parser().parse_args(run.arguments()).file:
+                raise ValueError(f"{file} is not for a sweep: give options")
     except ValueError as error:
         our_parser.error(str(error))
-    for run in runs[:1]:  # an option that five_d does not know would fail every run
-        five_d.program_parser().parse_args(run.arguments())
     return args, runs
 
 

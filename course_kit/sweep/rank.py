@@ -1,6 +1,6 @@
-"""The program of each rank of a sweep's run: join the group, train with `five_d`, and write the results to a folder.
+"""The program of each rank of a sweep's run: join the group, train, and write the results to a folder.
 
-    python -m torch.distributed.run … -m course_kit.sweep.rank FOLDER [options of five_d]
+    python -m torch.distributed.run … -m course_kit.sweep.rank FOLDER [options of the training program]
 
 FOLDER gets steps.jsonl and device.txt from rank 0, and error-N.json from rank N if it fails. The program only needs
 torch and course_lib. On SIGTERM, which ends a run that has passed its time limit, each rank prints its current line.
@@ -49,15 +49,15 @@ def join_group() -> str:
 
 
 def train(folder: Path, options: list[str]) -> None:
-    """Train with the options of five_d, in a group of all ranks."""
+    """Train with the options of the training program, in a group of all ranks."""
     import torch.distributed as dist
 
-    from course_lib.checkpoint import program as five_d
+    from course_lib.train import program
 
     device = join_group()
     if dist.get_rank() == 0:
         (folder / "device.txt").write_text(device, encoding="utf-8")
-    five_d.main([*options, "--out", str(folder / "steps.jsonl")])
+    program.main([*options, "--out", str(folder / "steps.jsonl")])
     dist.destroy_process_group()
 
 
@@ -79,7 +79,7 @@ def report(error: BaseException) -> dict[str, Any]:
 
 
 def main(argv: list[str]) -> None:
-    """Run a rank, and end the process. argv: the folder, and the options of five_d."""
+    """Run a rank, and end the process. argv: the folder, and the options of the training program."""
     faulthandler.register(signal.SIGTERM, all_threads=False, chain=True)
     folder, status = Path(argv[0]), 0
     try:

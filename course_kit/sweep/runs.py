@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from course_kit.sweep.enclosed import Outcome, run_enclosed
-from course_lib.checkpoint import program as five_d
 from course_lib.five_d.layouts import Layout, check_layout
 from course_lib.single_gpu.model import PRESETS
+from course_lib.train import program
 
 WARM_UP_STEPS = 2  # not counted: allocators, autotuning, the first use of each group
 PROGRAM = ("-m", "course_kit.sweep.rank")  # what torchrun starts on each rank
@@ -33,9 +33,14 @@ PUBLISHED = "model nodes dp tp pp zero_stage micro_batch grad_accum global_batch
 PUBLISHED += "ok mfu_pct tokens_per_s_per_gpu peak_mem_gb".split()
 OF_SWEEPS = "cp ep layout seq steps options step_s loss why seconds date machine".split()
 COLUMNS = PUBLISHED + OF_SWEEPS
-# Options of five_d that a run sets itself, and options with which its steps would differ from each other.
-SET_BY_RUN = {"--preset", "--layout", "--batch", "--seq", "--steps", "--out"}
-NOT_IN_SWEEP = {"--config", "--from-hf", "--checkpoints", "--elastic", "--start-batch", "--ramp"}
+# A step is timed by itself. Its text and its loss are those of the program that the planner's constants describe.
+FIXED = ("--log-every", "1", "--no-document-masks", "--no-chunked-loss")
+# Options of the training program that a run sets itself, and options with which its steps would differ from each other,
+# or its model or layout from those of its row.
+SET_BY_RUN = {"--preset", "--layout", "--batch", "--seq", "--steps", "--out", "--log-every", "--document-masks"}
+SET_BY_RUN |= {"--no-document-masks", "--chunked-loss", "--no-chunked-loss"}
+NOT_IN_SWEEP = {"--from-hf", "--hf-config", "--checkpoints", "--elastic", "--start-batch", "--ramp", "--recompute"}
+NOT_IN_SWEEP |= {"--layers", "--hidden", "--heads", "--kv-heads", "--ffn-hidden", "--print-config"}
 ROOT_CAUSE = re.compile(r"Root Cause.*?rank\s*: (\d+).*?exitcode\s*: (-?\d+)", re.DOTALL)  # torchrun's last words
 
 
@@ -49,7 +54,7 @@ class Run:
     seq: int
     steps: int
     nodes: int = 1
-    options: tuple[str, ...] = ()  # other options of five_d, such as --dtype bf16
+    options: tuple[str, ...] = ()  # other options of the program, such as --dtype bf16
 
     def __post_init__(self):
         if self.steps <= WARM_UP_STEPS:
@@ -71,22 +76,22 @@ class Run:
         return f"{self.preset}-{self.nodes}n-{str(self.layout).replace(',', '-')}-{number:08x}"
 
     def arguments(self) -> list[str]:
-        """Return five_d's options."""
+        """Return the options of the training program."""
         sizes = {"--batch": self.batch, "--seq": self.seq, "--steps": self.steps}
         options = [text for name, value in sizes.items() for text in (name, str(value))]
-        return ["--preset", self.preset, "--layout", str(self.layout), *options, *self.options]
+        return ["--preset", self.preset, "--layout", str(self.layout), *options, *FIXED, *self.options]
 
 
 def refusal(run: Run) -> str:
-    """Return the message with which five_d refuses a run, without starting it; "" for a possible run."""
+    """Return the message with which the training program refuses a run, without starting it; "" for a possible run."""
     if run.layout.ranks % run.nodes:
         return f"{run.nodes} nodes do not divide {run.layout.ranks} ranks"
     message = io.StringIO()
     try:
         with contextlib.redirect_stderr(message):
-            five_d.options(run.arguments())
+            program.options(run.arguments())
     except SystemExit:
-        return message.getvalue().strip().rpartition("five_d: error: ")[2]
+        return message.getvalue().strip().rpartition("train: error: ")[2]
     return ""
 
 
@@ -190,7 +195,7 @@ def why_failed(run: Run, folder: Path, time_limit_s: float, from_outside: str = 
 
 
 def read_steps(folder: Path) -> list[dict]:
-    """Return the steps that five_d has logged, without half a line that a kill has left."""
+    """Return the steps that the program has logged, without half a line that a kill has left."""
     file = folder / "steps.jsonl"
     lines = file.read_text(encoding="utf-8").split("\n")[:-1] if file.exists() else []
     return [json.loads(line) for line in lines]

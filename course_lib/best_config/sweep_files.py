@@ -6,6 +6,7 @@ calibrate(runs, of_program(CLUSTERS["H100"], runs[0].dtype))
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Iterable
 from dataclasses import replace
@@ -40,12 +41,23 @@ def of_program(cluster: Cluster, dtype: str) -> Cluster:
     return replace(cluster, software=replace(SOFTWARE["course"], **BYTES[dtype], **rates))
 
 
-def dtype_and_experts(preset: str, options: Iterable[str]) -> tuple[str, dict | None]:
-    """Return the dtype of a run with these options of five_d, and its experts: arguments of apply_moe, or None."""
-    from course_lib.checkpoint import program as five_d
+def dtype_and_experts(options: Iterable[str]) -> tuple[str, dict | None]:
+    """Return the dtype of a run with these options of the training program, and its experts: arguments of apply_moe, or
+    None. Raises ValueError for options that contradict each other.
+    """
+    parser = argparse.ArgumentParser(prog="sweep", add_help=False, allow_abbrev=False)
+    parser.add_argument("--dtype", choices=list(BYTES))
+    for name in ("--experts", "--top-k", "--expert-hidden", "--shared"):
+        parser.add_argument(name, type=int)
+    args, _ = parser.parse_known_args([*options])  # the program checks the others
+    return args.dtype or default_dtype(), moe_options(args)
 
-    args = five_d.program_parser().parse_args(["--preset", preset, *options])
-    return args.dtype, moe_options(args)
+
+def default_dtype() -> str:
+    """Return the dtype of the training program's matmuls on this machine."""
+    import torch
+
+    return "bf16" if torch.cuda.is_available() else "fp32"
 
 
 def measured_run(row: dict, where: str = "") -> MeasuredRun:
@@ -54,7 +66,7 @@ def measured_run(row: dict, where: str = "") -> MeasuredRun:
     """
     if row["model"] not in PRESETS:
         raise ValueError(f"model {row['model']!r} is none of {', '.join(PRESETS)}")
-    dtype, moe = dtype_and_experts(row["model"], row["options"].split())
+    dtype, moe = dtype_and_experts(row["options"].split())
     ok = bool(int(row["ok"]))
     step_s, peak = (float(row[name]) if ok else math.nan for name in ("step_s", "peak_mem_gb"))
     failure = "" if ok else "oom" if OUT_OF_MEMORY.search(row["why"]) else "other"

@@ -60,22 +60,27 @@ def named_model(settings: Settings) -> NamedModel:
     return NamedModel(name, config, moe and moe | {"aux_loss_coeff": model.aux_loss_coeff}, source is None)
 
 
-def named_layout(settings: Settings, ranks: int) -> Layout | None:
-    """Return the layout of the settings on so many ranks; None for auto. Raises ValueError for an unknown token."""
+def named_layout(settings: Settings, ranks: int | None = None) -> Layout | None:
+    """Return the layout of the settings on so many ranks, or as it is written; None for auto. Raises ValueError for an
+    unknown token, and for ranks that an elastic layout does not fit.
+    """
     text = settings.layout.layout
     if text == "auto":
         return None
-    layout = Layout.parse(text) if text else Layout(dp=ranks, zero_stage=1 if ranks > 1 else 0)
-    if settings.layout.elastic:
+    layout = Layout.parse(text) if text else Layout(dp=ranks or 1, zero_stage=1 if (ranks or 1) > 1 else 0)
+    if settings.layout.elastic and ranks is not None:
         layout = fitted(layout, ranks)
     recompute = settings.recomputation.recompute
     return layout if recompute is None else dataclasses.replace(layout, recompute=recompute)
 
 
 def check_run(settings: Settings, model: NamedModel, layout: Layout, ranks: int | None = None) -> None:
-    """Raise ValueError if the layout does not fit the model, the other settings, the ranks, or any batch of the run."""
+    """Raise ValueError if the layout does not fit the model, the other settings, the ranks, or any batch of the run.
+    Without ranks, an elastic layout has no dp yet, which must divide the batches.
+    """
     run = settings.run
     ramp = (run.start_batch or run.batch, run.batch, run.ramp)
-    for batch in sorted({batch_at(step, *ramp) for step in range(1, run.ramp + 2)}):
+    batches: list[int | None] = [*sorted({batch_at(step, *ramp) for step in range(1, run.ramp + 2)})]
+    for batch in [None] if settings.layout.elastic and ranks is None else batches:
         check_layout(model.config, layout, ranks, batch, run.seq, model.moe)
     check_transforms(settings, layout)

@@ -53,8 +53,8 @@ def options(argv: list[str] | None = None) -> Settings:
     """
     try:
         settings = read_settings(argv)
-        model, layout = named_model(settings), named_layout(settings, 1)
-        if settings.layout.layout and layout is not None and not settings.layout.elastic:
+        model, layout = named_model(settings), named_layout(settings)
+        if layout is not None:
             check_run(settings, model, layout)
         check_layout(model.config, Layout(), None, None, None, model.moe)  # the sizes alone
         sources_of(settings.data)
@@ -85,12 +85,18 @@ def optimizer_of(settings: Settings) -> dict[str, Any]:
     return {"optimizer_cls": torch.optim.AdamW, "betas": tuple(args.betas), "eps": args.eps, **common}
 
 
+def dtype_of(settings: Settings) -> str:
+    """Return the dtype of the matmuls: that of the settings, or this machine's."""
+    return settings.precision.dtype or ("bf16" if torch.cuda.is_available() else "fp32")
+
+
 def plan_of(settings: Settings) -> dict[str, Any]:
     """Return the settings that a run may change when it continues, by name: it prints each change. Paths are absolute,
     since a program that reads them from a checkpoint may run in another folder.
     """
     sections = (vars(getattr(settings, each.name)) for each in dataclasses.fields(settings))
     plan = {name: value for section in sections for name, value in section.items() if name not in NOT_PLANNED}
+    plan["dtype"] = dtype_of(settings)  # a run may continue on another machine
     for name in ("dataset", "tokenizer", "eval_dataset"):
         if plan[name] and Path(plan[name]).exists():
             plan[name] = str(Path(plan[name]).absolute())
@@ -106,7 +112,6 @@ class Trainer:
         self.batches = PackedBatches(
             text.train, settings.run.batch // layout.dp, mesh.dp.rank(), layout.dp, settings.run.seed
         )
-        dtype = settings.precision.dtype or ("bf16" if torch.cuda.is_available() else "fp32")
         self.parallel: ParallelModel = parallelize(
             model.config,
             layout,
@@ -114,7 +119,7 @@ class Trainer:
             transforms(settings, layout, text.train.max_documents),
             moe=model.moe,
             seed=settings.run.seed,
-            dtype=torch.bfloat16 if dtype == "bf16" else torch.float32,
+            dtype=torch.bfloat16 if dtype_of(settings) == "bf16" else torch.float32,
             **optimizer_of(settings),
         )
         if settings.compile.compile:

@@ -16,12 +16,12 @@ from course_lib.best_config.clusters import CLUSTERS
 from course_lib.best_config.dry_runs import DryRun, axes_between, bytes_by_axes, dry_run, measured_step, prepare_step
 from course_lib.best_config.fake_ranks import fake_ranks, shifted, simulate_peer_object
 from course_lib.best_config.planner import estimate
-from course_lib.checkpoint.program import parallelize
 from course_lib.collectives.simulation import all_gather_object
 from course_lib.collectives.traffic import Record, Traffic
 from course_lib.expert_parallel import exchange
 from course_lib.five_d.layouts import Layout, groups_along
 from course_lib.five_d.meshes import build_mesh
+from course_lib.five_d.model import parallelize
 from course_lib.single_gpu.memory import param_count
 from course_lib.single_gpu.model import PRESETS, ModelConfig
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from course_lib.best_config.dry_runs import dry_run, measured_step
-from course_lib.checkpoint.program import parallelize
 from course_lib.five_d.layouts import Layout
 from course_lib.five_d.meshes import build_mesh
+from course_lib.five_d.model import parallelize
 from course_lib.single_gpu.model import ModelConfig
 
 SIZES = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn_hidden=44, vocab=97)  # 97 tokens go on no 2 ranks

@@ -2,7 +2,7 @@
 
     python tests/checkpoint/killed_saves.py FOLDER        # prints what came of each trial, as JSON
 
-A job is two forked ranks, in a process group of their own, that run course_lib.checkpoint.program and save after every
+A job is two forked ranks, in a process group of their own, that run course_lib.train.program and save after every
 step. An audit hook of one rank sends the whole job SIGKILL when the operation is about to begin, or some milliseconds
 later. Before each trial there are remains of killed jobs to be removed.
 """
@@ -23,11 +23,12 @@ import torch.distributed as dist
 
 from course_lib.checkpoint.checkpoints import latest
 from course_lib.checkpoint.files import damaged, describe
-from course_lib.checkpoint.program import main, options
-from course_lib.single_gpu import training as single_gpu
+from course_lib.train import program
+from course_lib.train.program import main, options
 
 STEPS = 50  # more than all trials together can do
-PROGRAM = f"--preset debug --layout dp2,zero1 --batch 2 --seq 16 --steps {STEPS} --warmup 9 --drop-tokens 0.1".split()
+PROGRAM = "--preset debug --layout dp2,zero1 --batch 2 --seq 16 --warmup 9 --drop-tokens 0.1 --log-every 1".split()
+PROGRAM += ["--steps", str(STEPS)]
 SAVING = ["--save-every", "1", "--keep", "1"]
 LATER_S = (0.002, 0.005, 0.01, 0.02)  # after the file of a rank's chunks was opened: it is written then
 LONGEST_S = 60
@@ -153,8 +154,8 @@ def run(folder: Path) -> dict:
     """All trials, and a last start without a kill: records in log.jsonl; in alone.jsonl those of a job left alone."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
-    text = single_gpu.training_text(options([]))
-    single_gpu.training_text = lambda chosen: text  # once for all trials
+    text = program.open_text(options([*PROGRAM, "--cache", str(folder / "tokens")]))
+    program.open_text = lambda settings: text  # once for all trials
     (folder / "sought").mkdir()
     kinds = operations(folder / "sought")
     status, printed = job(folder, 0, [*PROGRAM, "--out", str(folder / "alone.jsonl")], {})

@@ -9,7 +9,7 @@ import test_checkpoint_ranks as checkpoints
 import test_context_parallel_ranks as context
 import test_five_d_ranks as five_d
 from course_kit.ranks import Ranks
-from course_lib.checkpoint import program  # noqa: F401  the last notebook that these tests concern
+from course_lib.checkpoint import files  # noqa: F401  the last notebook that these tests concern
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,6 @@ from course_lib.checkpoint import from_hf, to_hf
 from course_lib.checkpoint.checkpoints import latest, load, save
 from course_lib.checkpoint.files import ABOUT, describe, sealed
 from course_lib.checkpoint.hf_files import from_hf_config
-from course_lib.checkpoint.program import main, options
 from course_lib.collectives.traffic import count_traffic
 from course_lib.five_d.layouts import Layout
 from course_lib.five_d.meshes import build_mesh
@@ -28,6 +27,7 @@ from course_lib.five_d.model import full_weights, parallelize
 from course_lib.single_gpu.hugging_face import hf_name
 from course_lib.single_gpu.hugging_face import to_hf as model_to_hf
 from course_lib.single_gpu.model import ModelConfig, Transformer
+from course_lib.train.program import main, options
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 SIZES = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn_hidden": 44, "vocab": 97, "rope_theta": 500.0}

@@ -6,9 +6,9 @@ import sys
 import pytest
 
 from course_lib.checkpoint.hf_files import from_hf_config, read_hf_config
-from course_lib.checkpoint.program import options
 from course_lib.single_gpu.hugging_face import to_hf_config
 from course_lib.single_gpu.model import PRESETS
+from course_lib.train.program import options
 
 INDEX = "model.safetensors.index.json"
 
@@ -52,13 +52,13 @@ def test_what_is_missing_is_one_line(folder, files, message, capsys):
     assert ended.value.code == 2 and capsys.readouterr().err.splitlines()[-1].endswith(line)
 
 
-@pytest.mark.parametrize("option", ["--from-hf", "--model"])
+@pytest.mark.parametrize("option", ["--from-hf", "--hf-config"])
 def test_without_transformers_the_program_says_what_to_install(folder, option, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "transformers", None)  # as if it were not installed
     with pytest.raises(SystemExit) as ended:
         options([option, str(folder)])
     assert ended.value.code == 2
-    assert capsys.readouterr().err.endswith(f"; {option} needs pip install -e '.[hf]'\n")
+    assert capsys.readouterr().err.endswith(f"; {option[2:].replace('-', '_')} needs pip install -e '.[hf]'\n")
 
 
 def test_sizes_are_read_from_a_file_of_any_name(folder):

@@ -1,11 +1,10 @@
-"""Mixtures of transformers, Mixtral and Qwen3-MoE, to any layout and back; --model and --from-hf. 4 ranks, CPU."""
+"""Mixtures of transformers, Mixtral and Qwen3-MoE, to any layout and back; --hf-config and --from-hf. 4 ranks, CPU."""
 
 import contextlib
 import io
 import json
 import shutil
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -13,15 +12,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from calls import said
+from calls import said, short_text
 from course_lib.checkpoint import files
 from course_lib.checkpoint.checkpoints import save
 from course_lib.checkpoint.hf_files import from_hf_config, read_hf_config
 from course_lib.checkpoint.hugging_face import from_hf, to_hf
-from course_lib.checkpoint.program import main, options
 from course_lib.five_d.layouts import Layout
 from course_lib.five_d.meshes import build_mesh
 from course_lib.five_d.model import parallelize
+from course_lib.train.model import named_model
+from course_lib.train.program import main, options
 from test_hf_checkpoints_ranks import first_loss, quantized
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -227,30 +227,31 @@ def test_one_expert_per_token_without_norm_is_the_course_s_gate(tmp_path):
 
 
 def test_the_program_takes_experts_from_the_model(models, tmp_path):
-    """--model by any name, --from-hf of a folder: a flag may repeat what the model's config.json says."""
+    """--hf-config by any name, --from-hf of a folder: a flag may repeat what the model's config.json says."""
     folder, same = models["Qwen3Moe"][0], ["--experts", "8", "--top-k", "2", "--expert-hidden", "24"]
     file = shutil.copy(folder / "config.json", tmp_path / "tiny qwen.json")
-    for argv in (["--model", str(file)], ["--model", str(folder), *same], ["--from-hf", str(folder), *same]):
-        chosen = options([*argv, "--layout", "dp2,ep2", "--balance", "0.1"])
-        assert chosen.moe == MOE["Qwen3Moe"] | {"aux_loss_coeff": 0.1} and chosen.preset is None
-        assert (chosen.config, chosen.config.qk_norm, chosen.config.vocab) == (from_hf_config(folder)[0], True, 97)
-    assert options([]).preset == "small" and options(["--experts", "4"]).moe["top_k"] == 2
+    for argv in (["--hf-config", str(file)], ["--hf-config", str(folder), *same], ["--from-hf", str(folder), *same]):
+        chosen = options([*argv, "--layout", "dp2,ep2", "--aux-loss-coeff", "0.1"])
+        model = named_model(chosen)
+        assert model.moe == MOE["Qwen3Moe"] | {"aux_loss_coeff": 0.1} and not model.vocab_fits
+        assert (model.config, model.config.qk_norm, model.config.vocab) == (from_hf_config(folder)[0], True, 97)
+    assert named_model(options([])).name == "small" and named_model(options(["--experts", "4"])).moe["top_k"] == 2
 
 
 @pytest.mark.parametrize(
     "argv, expected",
     [
-        (["--model", "FILE", "--preset", "debug"], "argument --preset: not allowed with argument --model"),
-        (["--model", "FILE", "--from-hf", "FOLDER"], "argument --from-hf: not allowed with argument --model"),
-        (["--preset", "small", "--from-hf", "FOLDER"], "argument --from-hf: not allowed with argument --preset"),
+        (["--hf-config", "FILE", "--preset", "debug"], "preset and hf_config both name a model: leave one out"),
+        (["--hf-config", "FILE", "--from-hf", "FOLDER"], "hf_config and from_hf both name a model: leave one out"),
+        (["--preset", "small", "--from-hf", "FOLDER"], "preset and from_hf both name a model: leave one out"),
         (["--from-hf", "FOLDER", "--experts", "4"], "--experts is 4, and the model's config.json says 8"),
-        (["--model", "FILE", "--top-k", "1"], "--top-k is 1, and the model's config.json says 2"),
-        (["--model", "FILE", "--expert-hidden", "8"], "--expert-hidden is 8, and the model's config.json says 24"),
+        (["--hf-config", "FILE", "--top-k", "1"], "--top-k is 1, and the model's config.json says 2"),
+        (["--hf-config", "FILE", "--expert-hidden", "8"], "--expert-hidden is 8, and the model's config.json says 24"),
         (["--from-hf", "FOLDER", "--shared", "1"], "--shared is 1, and the model's config.json says 0"),
         (["--preset", "debug", "--top-k", "1"], "--top-k, --expert-hidden and --shared go with --experts"),
-        (["--model", "FILE", "--layout", "dp16,ep16"], "ep 16 does not divide experts, which is 8"),
+        (["--hf-config", "FILE", "--layout", "dp16,ep16"], "ep 16 does not divide experts, which is 8"),
         (["--from-hf", "FILE"], "FILE is not a model of transformers: it has no config.json"),
-        (["--model", "nowhere.json"], "nowhere.json: No such file or directory"),
+        (["--hf-config", "nowhere.json"], "nowhere.json: No such file or directory"),
     ],
 )
 def test_what_contradicts_the_model_gets_one_line(argv, expected, models, tmp_path, monkeypatch, capsys):
@@ -262,32 +263,38 @@ def test_what_contradicts_the_model_gets_one_line(argv, expected, models, tmp_pa
     assert ended.value.code == 2 and expected in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_from_hf_of_a_dense_model_takes_no_experts_and_model_does(tmp_path, capsys):
+def test_from_hf_of_a_dense_model_takes_no_experts_and_hf_config_does(tmp_path, capsys):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {name: value for name, value in SIZES.items() if name != "num_experts_per_tok"}
     LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=44)).save_pretrained(tmp_path)
     with pytest.raises(SystemExit):
         options(["--from-hf", str(tmp_path), "--experts", "4"])
-    assert "--experts is 4, and the model of --from-hf" in capsys.readouterr().err.splitlines()[-1]
-    assert options(["--model", str(tmp_path), "--experts", "4"]).moe["experts"] == 4
+    assert "experts is 4, and the model of from_hf" in capsys.readouterr().err.splitlines()[-1]
+    assert named_model(options(["--hf-config", str(tmp_path), "--experts", "4"])).moe["experts"] == 4
 
 
 def printed(*argv: str) -> str:
-    """On a rank: what the program prints, or the line that it raises."""
+    """On a rank: what the program prints, or the line that it raises, on a short text."""
+    with short_text():
+        return printed_with_text(*argv)
+
+
+def printed_with_text(*argv: str) -> str:
+    """On a rank: the same on the text that it has."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        raised = said(lambda: main([*argv, "--steps", "1", "--batch", "4", "--seq", "16"]))
+        raised = said(lambda: main([*argv, "--log-every", "1", "--steps", "1", "--batch", "4", "--seq", "16"]))
     return out.getvalue() or raised
 
 
 def test_the_program_s_first_line_names_the_model_that_runs(two, models, tmp_path):
     folder = shutil.copytree(models["Mixtral"][0], tmp_path / "tiny mixtral")
-    assert "vocabulary of 256, the model of" in two(printed, "--from-hf", str(folder), "--layout", "dp2")[0]
+    assert "vocabulary of 256, and the model of" in two(printed, "--from-hf", str(folder), "--layout", "dp2")[0]
     made(folder, "Mixtral", vocab_size=256)
     file, count = shutil.copy(folder / "config.json", tmp_path / "tiny.json"), 256 * 32 * 2 + 32
     count += 2 * (32 * (32 + 16 + 16 + 32 + 2) + 4 * 32 + 4 * 3 * 32 * 40)
     rest = f" with 4 experts, {count:,} parameters, {count - 2 * 2 * 3 * 32 * 40:,} active, layout dp2,ep2: 2 ranks, "
-    for option, path in (("--from-hf", folder), ("--model", file)):
+    for option, path in (("--from-hf", folder), ("--hf-config", file)):
         lines = two(printed, option, str(path), "--layout", "dp2,ep2")[0].splitlines()
         assert lines[0].startswith(f"{path}{rest}") and lines[1].startswith("step     1 | loss"), lines
     lines = two(printed, "--preset", "debug", "--layout", "dp2")[0].splitlines()
@@ -296,8 +303,8 @@ def test_the_program_s_first_line_names_the_model_that_runs(two, models, tmp_pat
 
 def printed_with_own_text() -> str:
     """On a rank: what the program prints, or the line that it raises, where each rank has another text."""
-    with mock.patch("course_lib.single_gpu.training.corpus", lambda: "text" * (100 + dist.get_rank())):
-        return printed("--preset", "debug", "--layout", "tp2")
+    with short_text(400 + 4 * dist.get_rank()):
+        return printed_with_text("--preset", "debug", "--layout", "tp2")
 
 
 def test_the_program_refuses_ranks_with_another_text(two):

@@ -1,4 +1,4 @@
-"""course_lib.checkpoint.program on 2, 4 and 16 ranks (on 8: test_eight_ranks) against one process: each pair of
+"""parallelize and the training program on 2, 4 and 16 ranks (on 8: test_eight_ranks) against one process: each pair of
 dimensions, and all five. CPU, gloo.
 """
 
@@ -14,26 +14,27 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from calls import peak_bytes, said, short_corpus
+from calls import peak_bytes, said, short_text
 from course_kit.ranks import Ranks
 from course_lib.best_config.clusters import CLUSTERS
 from course_lib.best_config.planner import estimate
-from course_lib.checkpoint import program as five_d
-from course_lib.checkpoint.program import main, options, parallelize
 from course_lib.collectives.traffic import count_traffic
 from course_lib.expert_parallel.mixture import apply_moe
 from course_lib.expert_parallel.router import routers_of
 from course_lib.five_d.gather_once import GatherOncePerStep
 from course_lib.five_d.layouts import Layout, coordinates, groups_along
 from course_lib.five_d.meshes import build_mesh
-from course_lib.five_d.model import full_weights
+from course_lib.five_d.model import full_weights, parallelize
 from course_lib.pipeline.norm import gradients_of
 from course_lib.recompute.modes import IGNORED, summed_loss
-from course_lib.single_gpu.data import TokenBatches
 from course_lib.single_gpu.model import PRESETS, ModelConfig, Transformer
 from course_lib.single_gpu.placement import placement_of
 from course_lib.single_gpu.training import decay_groups, flops_per_token
 from course_lib.tensor_parallel.shards import TensorShard
+from course_lib.train import program
+from course_lib.train.batches import PackedBatches
+from course_lib.train.model import named_model
+from course_lib.train.program import main, options
 from course_lib.zero.full_sharding import FullyShard
 from course_lib.zero.sharded_parameters import find_blocks
 from split_models import differing, stored
@@ -553,23 +554,23 @@ def test_lengths_and_layouts_that_do_not_fit_are_a_value_error(ranks):
 # The program.
 
 
-ARGUMENTS = ["--preset", "debug", "--dtype", "fp32", "--seq", "16"]
+ARGUMENTS = ["--preset", "debug", "--dtype", "fp32", "--seq", "16", "--no-document-masks"]  # a mask allows no cp
 
 
 def trained_by_main(argv: list[str]) -> list[dict]:
-    with short_corpus():
+    with short_text():
         return main(argv)
 
 
-class Noted(TokenBatches):
+class Noted(PackedBatches):
     """Notes the windows that this rank has seen, step by step."""
 
     seen: list[list[list[int]]] = []
 
     def __next__(self):
-        inputs, targets = super().__next__()
-        self.seen.append(inputs.tolist())
-        return inputs, targets
+        batch = super().__next__()
+        self.seen.append(batch.inputs.tolist())
+        return batch
 
 
 def run_program(texts: list[str]) -> list[tuple]:
@@ -577,7 +578,7 @@ def run_program(texts: list[str]) -> list[tuple]:
     found = []
     for text in texts:
         Noted.seen = []
-        with mock.patch.object(five_d, "TokenBatches", Noted):
+        with mock.patch.object(program, "PackedBatches", Noted):
             records = trained_by_main([*ARGUMENTS, "--layout", text, "--batch", "4", "--steps", "2"])
         found.append((Noted.seen, [record["loss"] for record in records]))
     return found
@@ -598,11 +599,12 @@ def test_all_layouts_see_the_same_batches(ranks):
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(losses[:1]).expand(16, 2), rtol=1e-5, atol=0)
 
 
-def test_main_with_a_file_of_options(ranks, tmp_path):
-    """The file's options hold, and the command line's win; a JSON line a step, none as long as the world."""
+def test_main_with_a_file_of_settings(ranks, tmp_path):
+    """The file's settings hold, and the command line's win; a JSON line a step, none as long as the world."""
     file, out = tmp_path / "run.toml", tmp_path / "run.jsonl"
-    file.write_text('layout = "dp4"\nbatch = 16\nsteps = 50\nstart_batch = 4\nramp = 4\nwarmup = 3\nlr = 0.01\n')
-    argv = [*ARGUMENTS, "--config", str(file), "--layout", "dp2,pp2,zero1", "--steps=12", "--out", str(out)]
+    run = "[run]\nbatch = 16\nsteps = 50\nstart_batch = 4\nramp = 4\n"
+    file.write_text(f'{run}[layout]\nlayout = "dp4"\n[optimizer]\nwarmup = 3\nlr = 0.01\n')
+    argv = [str(file), *ARGUMENTS, "--layout", "dp2,pp2,zero1", "--steps=12", "--out", str(out)]
     of_ranks = ranks(trained_by_main, argv)
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert lines == of_ranks[0] and [line["step"] for line in lines] == list(range(1, 13))
@@ -673,8 +675,8 @@ def test_the_mfu_of_a_mixture_counts_what_a_token_goes_through(ranks):
 
 def test_main_refuses_a_layout_of_other_ranks(ranks):
     argv = [*ARGUMENTS, "--layout", "dp2", "--batch", "8"]
-    for error in ranks(lambda: said(lambda: main(argv))):
-        assert error.startswith("ValueError: --layout dp2: dp 2 ") and error.endswith("make dp 4")
+    for error in ranks(lambda: said(lambda: trained_by_main(argv))):
+        assert error.startswith("ValueError: layout dp2: dp 2 ") and error.endswith("make dp 4")
 
 
 @pytest.mark.parametrize(
@@ -690,7 +692,7 @@ def test_main_refuses_a_layout_of_other_ranks(ranks):
         (["--layout", "dp4,ep4", "--experts", "6"], "change ep"),
         (["--experts", "2", "--top-k", "3"], "top_k"),
         (["--layout", "pp2,dualpipe", "--batch", "8", "--start-batch", "2", "--ramp", "3"], "batch 2"),
-        (["--start-batch", "32", "--batch", "16"], "--start-batch"),
+        (["--start-batch", "32", "--batch", "16"], "start_batch"),
         (["--warmup", "-1"], "--warmup"),
         (["--ramp", "-1"], "--ramp"),
         (["--max-norm", "0"], "--max-norm"),
@@ -698,38 +700,42 @@ def test_main_refuses_a_layout_of_other_ranks(ranks):
         (["--steps", "0"], "--steps"),
         (["--lr", "0"], "--lr"),
         (["--peak-tflops", "-1"], "--peak-tflops"),
-        (["--experts", "0"], "top_k"),
+        (["--experts", "0"], "--experts"),
         (["--experts", "4", "--expert-hidden", "-4"], "--expert-hidden"),
         (["--experts", "4", "--shared", "-1"], "--shared"),
         (["--shared", "1"], "--shared"),
-        (["--conf", "run.toml"], "--conf"),
+        (["--layout", "dp2,tp3", "--elastic"], "tp 3"),
+        (["--layo", "dp2"], "--layo"),
         (["--colour", "red"], "--colour"),
-        (["--config", "nowhere.toml"], "nowhere.toml"),
-        (["--config", "broken.toml"], "broken.toml"),
-        (["--config", "unknown.toml"], "--colour"),
-        (["--config", "wrong.toml"], "--batch"),
-        (["--out", "nowhere/run.jsonl"], "no folder"),
+        (["nowhere.toml"], "nowhere.toml"),
+        (["broken.toml"], "broken.toml"),
+        (["unknown.toml"], "colour"),
+        (["wrong.toml"], "batch"),
+        (["--out", "broken.toml/run.jsonl"], "broken.toml is not a folder"),
     ],
 )
 def test_wrong_options_end_with_status_2_and_a_line(argv, text, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "broken.toml").write_text("layout = dp2")
-    (tmp_path / "unknown.toml").write_text('colour = "red"')
-    (tmp_path / "wrong.toml").write_text('batch = "many"')
+    (tmp_path / "broken.toml").write_text("[layout]\nlayout = dp2")
+    (tmp_path / "unknown.toml").write_text('[run]\ncolour = "red"')
+    (tmp_path / "wrong.toml").write_text('[run]\nbatch = "many"')
     before = {file.name: file.read_text() for file in tmp_path.iterdir()}
     with pytest.raises(SystemExit) as stopped:
-        options(["--preset", "debug", "--seq", "24", *argv])
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert stopped.value.code == 2 and "error: " in error and text in error, error
+        options([*argv, "--preset", "debug", "--seq", "24", "--no-document-masks"])
+    (error,) = capsys.readouterr().err.splitlines()
+    assert stopped.value.code == 2 and error.startswith("train: error: ") and text in error, error
     assert {file.name: file.read_text() for file in tmp_path.iterdir()} == before
 
 
-def test_options_of_a_file_and_of_the_command_line(tmp_path):
+def test_settings_of_a_file_and_of_the_command_line(tmp_path):
     file = tmp_path / "run.toml"
-    file.write_text('preset = "debug"\nlayout = "dp2,tp2"\nbatch = 32\npeak_tflops = 1.5\n')
-    chosen = options(["--batch", "8", "--config", str(file)])
-    assert (chosen.preset, str(chosen.layout), chosen.batch, chosen.start_batch) == ("debug", "dp2,tp2", 8, 8)
-    assert chosen.peak_tflops == 1.5 and chosen.moe is None
+    file.write_text(
+        '[run]\nbatch = 32\n[model]\npreset = "debug"\n[layout]\nlayout = "dp2,tp2"\n[logging]\npeak_tflops = 1.5\n'
+    )
+    chosen = options(["--batch", "8", str(file)])
+    assert (chosen.model.preset, chosen.layout.layout, chosen.run.batch) == ("debug", "dp2,tp2", 8)
+    assert chosen.logging.peak_tflops == 1.5 and named_model(chosen).moe is None
+    assert options(["--layout", "dp3,tp2", "--batch", "8", "--elastic"]).layout.elastic  # its dp is not known yet
     plain = {"experts": 4, "top_k": 2, "ffn_hidden": None, "aux_loss_coeff": 0.01}
-    assert options(["--experts", "4"]).moe == plain  # as in checkpoints of runs before there was --shared
-    assert options(["--experts", "4", "--shared", "2"]).moe == plain | {"shared": 2}
+    assert named_model(options(["--experts", "4"])).moe == plain  # as in checkpoints of runs before there was --shared
+    assert named_model(options(["--experts", "4", "--shared", "2"])).moe == plain | {"shared": 2}

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 from course_kit.ranks import Ranks, RanksHung
-from course_lib.checkpoint.program import parallelize
 from course_lib.collectives.into_tensor import all_gather_into_tensor
 from course_lib.five_d.flight_records import (
     CollectiveRecord,
@@ -21,6 +20,7 @@ from course_lib.five_d.flight_records import (
 )
 from course_lib.five_d.layouts import Layout
 from course_lib.five_d.meshes import build_mesh
+from course_lib.five_d.model import parallelize
 from course_lib.single_gpu.model import ModelConfig
 
 GROUPS = {"0": [0, 1, 2, 3], "1": [0, 1], "2": [2, 3], "3": [0], "4": [1], "5": [2], "6": [3]}

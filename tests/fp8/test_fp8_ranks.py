@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from course_lib.checkpoint.program import parallelize
 from course_lib.collectives.traffic import count_traffic
 from course_lib.five_d.layouts import Layout
 from course_lib.five_d.meshes import build_mesh
+from course_lib.five_d.model import parallelize
 from course_lib.fp8.gather import Fp8Gather
 from course_lib.fp8.program import apply_fp8, update_scales
 from course_lib.single_gpu.placement import placement_of

@@ -5,8 +5,10 @@ import contextlib
 import functools
 import gc
 import inspect
+import zlib
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -21,6 +23,16 @@ beginning = functools.cache(corpus)
 def short_corpus(characters: int = 200_000):
     """Inside, programs train on the beginning of the corpus: to find and read it takes longer than a short training."""
     return mock.patch.object(single_gpu, "corpus", lambda: beginning(characters))
+
+
+def short_text(characters: int = 200_000):
+    """Inside, course_lib.train trains on the beginning of the corpus, in documents of 5,000 bytes, without a cache."""
+    from course_lib.train.streams import Shard, TokenStream  # not above: most tests need no training program
+
+    tokens = np.frombuffer(beginning(characters).encode(), np.uint8)
+    ends = np.append(np.arange(5_000, len(tokens), 5_000), len(tokens))
+    stream = TokenStream("short text", [Shard(tokens, ends)], zlib.crc32(tokens), [])
+    return mock.patch("course_lib.train.text.open_streams", lambda *of: ([stream], 256))
 
 
 def peak_bytes(run) -> int:

@@ -16,15 +16,15 @@ from pathlib import Path
 import course_lib
 from course_kit.labs.five_d.models import built
 from course_kit.ranks import Ranks
-from course_lib.checkpoint import program
 from course_lib.checkpoint.checkpoints import latest, load, save
 from course_lib.five_d.plan import learning_rate
 from course_lib.single_gpu import training as single_gpu
 from course_lib.single_gpu.data import ByteTokenizer, TokenBatches, corpus
 from course_lib.single_gpu.model import PRESETS
+from course_lib.train import program
 
 ROOT = Path(__file__).resolve().parents[3]
-OPTIONS = "--layout dp2,zero1 --preset debug --batch 8 --seq 64 --lr 0.003 --drop-tokens 0.05".split()
+OPTIONS = "--layout dp2,zero1 --preset debug --batch 8 --seq 64 --lr 0.003 --drop-tokens 0.05 --log-every 1".split()
 FORGOTTEN = ("optimizer", "position", "step")
 Rows = list[tuple[float, float]]  # loss and learning rate of each step
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from course_kit.labs.five_d.models import TINY
 from course_kit.ranks import Ranks
-from course_lib.checkpoint import program
 from course_lib.five_d import layouts
 from course_lib.five_d.layouts import Layout
+from course_lib.train import program
 
 WRONG: dict[str, dict[str, Any]] = {  # spec: what else `check_layout` is told
     "dp2,tp2,pp2": {"world_size": 12},
@@ -40,14 +40,14 @@ def refusals() -> dict[str, str]:
 
 
 def program_logs(ranks: Ranks, config: str, specs: tuple[str, ...]) -> dict[str, list[dict[str, Any]]]:
-    """Run the program in several layouts with the options of a TOML file; return the lines of its logs, by layout."""
+    """Run the program in several layouts with the settings of a TOML file; return the lines of its logs, by layout."""
     folder = pathlib.Path(tempfile.mkdtemp())
     (folder / "run.toml").write_text(config)
     logs = {}
     for number, spec in enumerate(specs):
         file = folder / f"{number}.jsonl"
         with contextlib.redirect_stdout(io.StringIO()):
-            ranks(program.main, ["--config", str(folder / "run.toml"), "--layout", spec, "--out", str(file)])
+            ranks(program.main, [str(folder / "run.toml"), "--layout", spec, "--out", str(file)])
         logs[spec] = [json.loads(line) for line in file.read_text().splitlines()]
     return logs
 
