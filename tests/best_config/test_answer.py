@@ -239,7 +239,6 @@ def test_no_command_is_printed_for_another_program():
     assert "command" not in said and said["note"].endswith("combine them with experts, which stay in BF16")
 
 
-
 def test_a_layout_that_the_program_does_not_have_is_noted():
     of_nanotron = dataclasses.replace(EIGHT, cluster=with_program(H100, "nanotron"))
     for layout, missing in (("dp8,zero3", True), ("dp4,pp2,zb-h1", True), ("dp4,pp2,zero1", False)):
