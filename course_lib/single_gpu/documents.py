@@ -147,7 +147,7 @@ def split_files(folder: Path, split: str, subset: str | None) -> tuple[list[Path
     if not any(reader_of(file) for file in folder.rglob("*")):
         raise ValueError(f"no file in this folder can be read; {SOURCES}")
     try:
-        data_files = load_dataset_builder(str(folder), subset).config.data_files or {}
+        data_files = load_dataset_builder(str(folder.absolute()), subset).config.data_files or {}
     except Exception as error:
         patterns = set("*?[") & set(str(folder.absolute()))
         hint = f"; rename the folder: {min(patterns)} is part of a pattern there" if patterns else ""

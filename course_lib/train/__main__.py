@@ -13,12 +13,15 @@ import contextlib
 import io
 import os
 import sys
+import time
 import traceback
 
 import torch
 import torch.distributed as dist
 
 from course_lib.train import program
+
+GRACE_S = 10.0  # seconds
 
 
 def join_group() -> dist.Store:
@@ -47,11 +50,15 @@ def fails_first(store: dist.Store) -> bool:
 
 def run(argv: list[str]) -> int:
     """Run the program, and return the exit status. A file or a layout that cannot be used is told in one line."""
-    with contextlib.ExitStack() as silent:
-        if os.environ.get("RANK", "0") != "0":
-            for redirect in (contextlib.redirect_stdout, contextlib.redirect_stderr):
+    first = os.environ.get("RANK", "0") == "0"
+    try:  # --help, --print-config and settings that cannot be used end here, without a group
+        with contextlib.ExitStack() as silent:
+            for redirect in () if first else (contextlib.redirect_stdout, contextlib.redirect_stderr):
                 silent.enter_context(redirect(io.StringIO()))
-        program.options(argv)  # --help, --print-config and settings that cannot be used end here, without a group
+            program.options(argv)
+    except SystemExit:
+        time.sleep(0 if first else GRACE_S)  # torchrun ends all ranks when one has ended: rank 0 has to print first
+        raise
     store = join_group()
     try:
         program.main(argv)

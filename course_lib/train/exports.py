@@ -15,12 +15,12 @@ def check_checkpoints(settings: Settings, config: ModelConfig, moe: dict | None)
     """Raise ValueError, in one line, if the checkpoints or the export cannot be written, or transformers has no such
     model. moe: arguments of apply_moe. Creates nothing. ImportError if an export lacks transformers.
     """
-    chosen = settings.checkpoints
-    if chosen.checkpoints:
-        check_folder("checkpoints", Path(chosen.checkpoints))
-    if not chosen.export:
+    folders = settings.checkpoints
+    if folders.checkpoints:
+        check_folder("checkpoints", Path(folders.checkpoints))
+    if not folders.export:
         return
-    out = Path(chosen.export)
+    out = Path(folders.export)
     if out.exists() or out.is_symlink():
         raise SettingsError(f"export is {out}, which exists already: name a new folder, or remove it")
     check_folder("export", out.parent)

@@ -33,6 +33,8 @@ def check_transforms(settings: Settings, layout: Layout) -> None:
         raise SettingsError(f"fp8 {settings.precision.fp8} with sp: 8-bit layers take full sequences: leave out sp")
     if settings.precision.fp8_gather and layout.zero_stage != 3:
         raise SettingsError(f"fp8_gather with zero_stage {layout.zero_stage}: only zero3 gathers weights in a step")
+    if settings.compile.compile and settings.precision.fp8 == "deepseek-v3" and not torch.cuda.is_available():
+        raise SettingsError("compile with fp8 deepseek-v3 on a CPU: inductor's code makes NaN of the scales by blocks")
     for name, enabled in (("compile", settings.compile.compile), ("kernels", settings.kernels.kernels)):
         if enabled and layout.pp > 1 and layout.schedule in ("zb-h1", "zb-h2", "zb-v", "dualpipe"):
             raise SettingsError(

@@ -63,6 +63,16 @@ def test_a_link_and_a_relative_path(tmp_path, monkeypatch):
     assert read("link.jsonl", "body") == [("line 1", "a")]
 
 
+@pytest.mark.parametrize("name", ["text", "json", "data"])
+def test_a_folder_with_the_name_of_a_reader_of_datasets(tmp_path, monkeypatch, name):
+    """By a relative path: "text" alone would be the library's own reader, of the current folder."""
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "a.txt").write_text("one")
+    (tmp_path / "other.txt").write_text("not of the folder")
+    monkeypatch.chdir(tmp_path)
+    assert [text for _, text in read(name)] == ["one"]
+
+
 def test_a_place_is_a_line_of_the_file(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b"\n" + lines({"text": 1}) + b"\n" + lines({"text": []}))
     assert read(tmp_path / "a.jsonl") == [("line 2", 1), ("line 4", [])]

@@ -183,6 +183,7 @@ def test_parameters_without_decay(two, text):
         ("--document-masks", "cp2", "document_masks with cp 2: ranks would share a document"),
         ("--fp8 deepseek-v3", "tp2,sp", "fp8 deepseek-v3 with sp: 8-bit layers take full sequences"),
         ("--fp8 deepseek-v3 --fp8-gather", "dp2,zero1", "fp8_gather with zero_stage 1: only zero3 gathers"),
+        ("--compile --fp8 deepseek-v3", "dp2", "compile with fp8 deepseek-v3 on a CPU: inductor's code makes NaN"),
         ("--compile", "pp2,zb-h1", "compile with schedule zb-h1: it runs a layer's backward in two halves"),
         ("--kernels", "pp2,dualpipe", "kernels with schedule dualpipe: it runs"),
     ],
