@@ -176,9 +176,9 @@ def options(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[Run
             args.gpus_per_node = args.cluster.gpus_per_node
         runs = [] if args.collect else runs_of(args, for_program)
         for run in runs[:1]:  # what the training program does not know would fail every run
-            read_settings(run.arguments())
             if file := settings_parser().parse_args(run.arguments()).file:
                 raise ValueError(f"{file} is not for a sweep: give options")
+            read_settings(run.arguments())
     except ValueError as error:
         our_parser.error(str(error))
     return args, runs

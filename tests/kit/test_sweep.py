@@ -315,7 +315,10 @@ BAD = [
     ("--ranks 7", "no layout of [7] ranks fits debug"),
     ("--layouts dp2 -- --layout=tp2", "--layout is set for each run"),
     ("--layouts dp2 -- --checkpoints a", "--checkpoints is not for a sweep"),
-    ("--layouts dp2 -- --bogus", "unrecognized arguments: --bogus"),
+    ("--layouts dp2 -- --layers 3", "--layers is not for a sweep"),
+    ("--layouts dp2 -- --document-masks", "--document-masks is set for each run"),
+    ("--layouts dp2 -- run.toml", "run.toml is not for a sweep: give options"),
+    ("--layouts dp2 -- --bogus", "there is no option --bogus"),
 ]
 
 
