@@ -53,9 +53,11 @@ def options(argv: list[str] | None = None) -> Settings:
     """
     try:
         settings = read_settings(argv)
-        model, layout = named_model(settings), named_layout(settings, 1)
-        if settings.layout.layout and layout is not None and not settings.layout.elastic:
-            check_run(settings, model, layout)
+        model, chosen = named_model(settings), settings.layout
+        if chosen.layout and chosen.layout != "auto":
+            layout = Layout.parse(chosen.layout)
+            if not chosen.elastic:  # else dp follows from the ranks
+                check_run(settings, model, named_layout(settings, layout.ranks) or layout)
         check_layout(model.config, Layout(), None, None, None, model.moe)  # the sizes alone
         sources_of(settings.data)
         held_out_source(settings)
