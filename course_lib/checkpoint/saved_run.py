@@ -123,8 +123,14 @@ class SavedRun:
             for name, value in self.same.items():
                 if (saved := about.get(name)) != value:
                     theirs, ours = readable(name, saved), readable(name, value)
-                    raise CheckpointError(f"{folder} belongs to another run: its {name} is {theirs}, here it is {ours}")
-            load(self.parallel, folder)
+                    line = f"{folder} belongs to another run: its {name} is {theirs}, here it is {ours}"
+                    raise CheckpointError(line + (self.differing(about) if name == "text" else ""))
+            try:
+                load(self.parallel, folder)
+            except CheckpointError as error:
+                if not str(error).startswith("another model"):
+                    raise
+                raise CheckpointError(f"{error}{self.differing(about)}") from None
         except DamagedError as error:
             self.say(f"{error}; it is renamed {folder.name}.damaged")
             first_or_raise(None, lambda: folder.rename(folder.with_suffix(".damaged")) and None)
@@ -137,6 +143,12 @@ class SavedRun:
             if name in self.plan and self.plan[name] != saved:
                 self.say(f"continues with {name} {self.plan[name]} instead of {saved}")
         return True
+
+    def differing(self, about: dict) -> str:
+        """Return the settings that differ from the checkpoint's plan, for the message of a run that cannot continue."""
+        saved = about.get("plan")
+        names = [name for name, value in self.plan.items() if isinstance(saved, dict) and saved.get(name) != value]
+        return f"; settings that differ: {', '.join(names)}" if names else ""
 
     def after(self, step: int, loss: float, norm: float, last: bool = False, may_save: bool = True) -> None:
         """Begin to save if it is time. A step whose loss or norm is not finite has changed nothing: it is counted and

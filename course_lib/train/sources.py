@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,8 +66,8 @@ def source_of(data: Data, table: dict, who: str) -> Source:
             values[name] = checked("data", fields[name], value, f"{name} in {who}")
             continue
         values[name] = of_type(value, float, f"weight in {who}")
-        if not 0 < values[name] < math.inf:
-            raise SettingsError(f"weight in {who} is {shown(value)}; it must be above 0, and finite")
+        if not 1e-18 <= values[name] <= 1e18:  # the sums and quotients of weights are finite
+            raise SettingsError(f"weight in {who} is {shown(value)}; it must be from 1e-18 to 1e18")
     return Source(**values)
 
 

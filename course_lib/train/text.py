@@ -108,9 +108,10 @@ def opened(settings: Settings) -> Text:
         for number, windows in enumerate(train):
             to_train = windows.count - max(1, round(evaluation.eval_share * windows.count))
             if to_train < 1:
+                sequences = f"{windows.count:,} sequence{'s' if windows.count > 1 else ''}"
                 raise ValueError(
-                    f"{windows.stream.name}: {windows.stream.tokens:,} tokens fill {windows.count} sequence of {seq}, "
-                    "which cannot be split into training and held-out text; set eval_dataset"
+                    f"{windows.stream.name}: {windows.stream.tokens:,} tokens fill {sequences} of {seq}, "
+                    "which cannot be split into training and held-out text: change eval_share, or set eval_dataset"
                 )
             train[number], rest = cut(windows.stream, 0, to_train), cut(windows.stream, to_train)
             held.append(rest)

@@ -103,8 +103,16 @@ def transforms(settings: Settings, layout: Layout, most_documents: int) -> list[
 
 
 def compile_blocks(stages: nn.Module, backend: str) -> None:
-    """Compile the forward of each block of this rank's stages, in place. Hooks of ZeRO-3 stay outside of it."""
+    """Compile the forward of each block of this rank's stages, in place. Hooks of ZeRO-3 stay outside of it. Raises
+    SettingsError for a backend that PyTorch does not have.
+    """
+    from torch._dynamo.exc import InvalidBackend
+
     for module in list(stages.modules()):
         if isinstance(module, Transformer):
             for block in module.blocks:
-                block.forward = torch.compile(block.forward, backend=backend)  # type: ignore[method-assign]
+                try:
+                    block.forward = torch.compile(block.forward, backend=backend)  # type: ignore[method-assign]
+                except InvalidBackend:
+                    known = ", ".join(torch.compiler.list_backends())
+                    raise SettingsError(f"backend is {backend}; torch.compile has {known}") from None

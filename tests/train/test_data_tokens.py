@@ -386,7 +386,7 @@ def test_files_that_hold_no_tokens_are_named(settings, tmp_path):
         ([{"datset": "a"}], "[[data.sources]] 1 has no key datset; did you mean dataset?"),
         ([{"dataset": "a"}, {"dataset": 3}], "dataset in [[data.sources]] 2 is 3; it must be a string"),
         ([{"dataset": "a", "weight": "x"}], 'weight in [[data.sources]] 1 is "x"; it must be a number'),
-        ([{"dataset": "a", "weight": 0}], "weight in [[data.sources]] 1 is 0; it must be above 0, and finite"),
+        ([{"dataset": "a", "weight": 0}], "weight in [[data.sources]] 1 is 0; it must be from 1e-18 to 1e18"),
         ([{"dataset": "a", "documents": 0}], "documents in [[data.sources]] 1 is 0; it must be 1 or more"),
         ([{"dataset": "a", "token_dtype": "int16"}], 'token_dtype in [[data.sources]] 1 is "int16"; did you mean '),
         ([{"weight": 1}], "[[data.sources]] 1 has no dataset"),

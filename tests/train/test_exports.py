@@ -2,7 +2,9 @@
 
 import pytest
 
+from course_lib.single_gpu.model import ModelConfig, Transformer
 from course_lib.train import program
+from course_lib.train.settings import SettingsError
 
 
 def refused(words: list[str], capsys) -> str:
@@ -42,3 +44,15 @@ def test_what_would_fail_at_the_end_is_refused_at_the_start(words, line, tmp_pat
     told = refused(words.split(), capsys)
     assert told.startswith(f"train: error: {line}") and told.count("\n") == 1
     assert not (tmp_path / "c").exists() and not (tmp_path / "x").exists()
+
+
+def test_an_elastic_layout_is_checked_once_the_ranks_are_known():
+    assert program.options(["--layout", "dp3,tp2,pp2", "--elastic"]).layout.elastic
+
+
+def test_a_compiler_that_pytorch_lacks_is_told_in_one_line():
+    from course_lib.train.transforms import compile_blocks
+
+    config = ModelConfig(layers=1, hidden=8, heads=2, kv_heads=1, ffn_hidden=8, vocab=8)
+    with pytest.raises(SettingsError, match="^backend is inductr; torch.compile has .*inductor"):
+        compile_blocks(Transformer(config), "inductr")
