@@ -18,7 +18,7 @@ import torch.distributed as dist
 from course_kit.ranks import Ranks
 from course_lib.five_d.layouts import Layout
 from course_lib.train.model import named_model
-from course_lib.train.program import Trainer
+from course_lib.train.trainer import Trainer
 from course_lib.train.settings import read_settings
 from course_lib.train.text import open_text
 
