@@ -30,7 +30,7 @@ class Run:
     steps: int = key(50, "optimizer steps", least=1)
     batch: int = key(16, "sequences per step, over all ranks", least=1)
     seq: int = key(128, "tokens per sequence", least=1)
-    seed: int = key(0, "of the initial weights and the order of the data")
+    seed: int = key(0, "seed of the initial weights and of the order of the data")
     start_batch: int | None = key(None, "sequences in the first step, if the batch grows; default: batch", least=1)
     ramp: int = key(0, "steps in which the batch grows from start_batch to batch", least=0)
     drop_tokens: float = key(0.0, "share of the input tokens to replace at random", least=0, below=1)
@@ -43,9 +43,9 @@ class Model:
     preset: str | None = key(None, "sizes by name; small if hf_config and from_hf are not set", choices=list(PRESETS))
     hf_config: str | None = key(None, "a config.json of transformers, or its folder: its sizes, with random weights")
     from_hf: str | None = key(None, "a folder with config.json and safetensors: its sizes and weights")
-    layers: int | None = key(None, "instead of the preset's", least=1)
-    hidden: int | None = key(None, "instead of the preset's", least=1)
-    heads: int | None = key(None, "instead of the preset's", least=1)
+    layers: int | None = key(None, "number of layers, instead of the preset's", least=1)
+    hidden: int | None = key(None, "width of the hidden states, instead of the preset's", least=1)
+    heads: int | None = key(None, "query heads, instead of the preset's", least=1)
     kv_heads: int | None = key(None, "key and value heads, instead of the preset's", least=1)
     ffn_hidden: int | None = key(None, "width of the MLP, instead of the preset's", least=1)
     experts: int | None = key(None, "experts per layer; without it, a dense model", least=1)
@@ -79,7 +79,7 @@ class Data:
     split: str = key("train", "the split of the data set")
     subset: str | None = key(None, "one of the configurations of a data set")
     documents: int | None = key(None, "how many documents to read at most; default: all", least=1)
-    token_dtype: str = key("uint16", "of a .bin file of tokens", choices=["uint16", "int32", "uint32"])
+    token_dtype: str = key("uint16", "dtype of a .bin file of tokens", choices=["uint16", "int32", "uint32"])
     end_token: int | None = key(
         None, "the token that ends each document of a file of tokens; default: the tokenizer's", least=0
     )
@@ -129,7 +129,7 @@ class Optimizer:
 class Precision:
     """The number formats. Weights that are updated, and the optimizer's states, are float32."""
 
-    dtype: str | None = key(None, "of the matmuls: fp32 or bf16; default: bf16 on a GPU", choices=["fp32", "bf16"])
+    dtype: str | None = key(None, "dtype of the matmuls; default: bf16 on a GPU, else fp32", choices=["fp32", "bf16"])
     fp8: str = key("none", "recipe of the 8-bit matmuls in the blocks", choices=list(RECIPES))
     fp8_gather: bool = key(False, "gather the weights of 8-bit layers in 8 bits, with zero3")
 
@@ -198,7 +198,7 @@ class Logging:
     summary: str | None = key(None, "a folder for a page of plots of the run: summary.html and summary.png")
     tensorboard: str | None = key(None, "a folder for TensorBoard")
     wandb: str | None = key(None, "a project of Weights & Biases")
-    peak_tflops: float | None = key(None, "of a device, for MFU, if the course does not know the device", above=0)
+    peak_tflops: float | None = key(None, "peak of a device in TFLOP/s, for MFU, if the course does not know the device", above=0)
 
 
 @dataclass
