@@ -1,7 +1,7 @@
 """The training program: text, a model and a layout in; checkpoints, logs and an exported model out.
 
-    launch_nb_torchrun.py train --nproc-per-node 8 -- run.toml --layout dp2,tp2,pp2
-    torchrun --nproc-per-node 8 -m course_lib.train run.toml          where only the package is installed
+launch_nb_torchrun.py train --nproc-per-node 8 -- run.toml --layout dp2,tp2,pp2
+torchrun --nproc-per-node 8 -m course_lib.train run.toml          where only the package is installed
 """
 
 from __future__ import annotations

@@ -198,7 +198,9 @@ class Logging:
     summary: str | None = key(None, "a folder for a page of plots of the run: summary.html and summary.png")
     tensorboard: str | None = key(None, "a folder for TensorBoard")
     wandb: str | None = key(None, "a project of Weights & Biases")
-    peak_tflops: float | None = key(None, "peak of a device in TFLOP/s, for MFU, if the course does not know the device", above=0)
+    peak_tflops: float | None = key(
+        None, "peak of a device in TFLOP/s, for MFU, if the course does not know the device", above=0
+    )
 
 
 @dataclass

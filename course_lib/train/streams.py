@@ -122,9 +122,17 @@ def write_bytes(file: Path, contents: bytes) -> None:
 
 
 def read_manifest(folder: Path) -> dict:
-    """Return the manifest of a folder of the cache; of a new one, an empty dictionary."""
+    """Return the manifest of a folder of the cache; of a new one, an empty dictionary. Raises ValueError if it is
+    damaged.
+    """
     file = folder / "manifest.json"
-    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    try:
+        manifest = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        if not isinstance(manifest, dict) or manifest and not manifest.keys() & {"shards", "documents"}:
+            raise ValueError
+    except ValueError:
+        raise ValueError(f"{file} is damaged; delete its folder, and it is written again") from None
+    return manifest
 
 
 def write_manifest(folder: Path, manifest: dict) -> None:

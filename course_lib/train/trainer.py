@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from course_lib.checkpoint.checkpoints import CheckpointError
 from course_lib.checkpoint.hugging_face import from_hf
 from course_lib.checkpoint.noise import drop_tokens
 from course_lib.checkpoint.saved_run import SavedRun
@@ -30,6 +31,7 @@ from course_lib.train.run_log import RunLog
 from course_lib.train.schedule import rate_at
 from course_lib.train.sections import Settings
 from course_lib.train.settings import as_toml
+from course_lib.train.streams import write_bytes
 from course_lib.train.text import Text
 from course_lib.train.transforms import compile_blocks, transforms
 
@@ -103,7 +105,10 @@ class Trainer:
             if settings.model.from_hf and not saved.step:
                 from_hf(self.parallel, Path(settings.model.from_hf))
             if folder and dist.get_rank() == 0:
-                (folder / "run.toml").write_text(as_toml(settings), encoding="utf-8")
+                try:
+                    write_bytes(folder / "run.toml", as_toml(settings).encode())
+                except OSError as error:
+                    saved.say(f"{folder / 'run.toml'}: {error.strerror}; the settings are not written to it")
         except BaseException:
             saved.release()
             raise
@@ -126,6 +131,8 @@ class Trainer:
         if self.saved.step >= run.steps:
             self.saved.say(f"nothing left to do: {self.saved.step} steps are done, steps is {run.steps}")
         self.saved.finish()
+        if self.saved.checkpoints and (failure := self.saved.checkpoints.failure):  # of the last step, on all ranks
+            raise CheckpointError(f"ended without a checkpoint of its last step: {failure}; {self.saved.last_good()}")
         return records
 
     def is_due(self, step: int, every: int) -> bool:

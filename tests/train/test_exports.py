@@ -1,10 +1,18 @@
-"""Settings that the program refuses before a group exists and before the text is read."""
+"""What the program refuses before a group exists, and how it ends on a full disk and with a damaged cache."""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from course_lib.single_gpu.model import ModelConfig, Transformer
 from course_lib.train import program
 from course_lib.train.settings import SettingsError
+from course_lib.train.streams import read_manifest
 
 
 def refused(words: list[str], capsys) -> str:
@@ -56,3 +64,35 @@ def test_a_compiler_that_pytorch_lacks_is_told_in_one_line():
     config = ModelConfig(layers=1, hidden=8, heads=2, kv_heads=1, ffn_hidden=8, vocab=8)
     with pytest.raises(SettingsError, match="^backend is inductr; torch.compile has .*inductor"):
         compile_blocks(Transformer(config), "inductr")
+
+
+def test_a_run_whose_last_checkpoint_is_not_written_fails_and_exports_nothing(tmp_path):
+    """A limit on the size of files stands for a full disk."""
+
+    def full_disk():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+
+    (tmp_path / "a.txt").write_text("a small text, and another one. " * 20)
+    words = "--preset small --layers 1 --hidden 32 --heads 2 --kv-heads 1 --ffn-hidden 32 --seq 16 --batch 2 --steps 1"
+    words += " --dataset a.txt --cache cache --checkpoints ck --export out"
+    command = [sys.executable, "-m", "course_lib.train", *words.split()]
+    root = str(Path(__file__).resolve().parents[2])
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        preexec_fn=full_disk,
+        env=os.environ | {"PYTHONPATH": root},
+    )
+    assert done.returncode == 1, done.stderr
+    assert "train: error: ended without a checkpoint of its last step" in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("contents", ["", "[1]", '{"complete": true}', '{"complete'])
+def test_a_damaged_manifest_says_what_to_delete(contents, tmp_path):
+    (tmp_path / "manifest.json").write_text(contents)
+    with pytest.raises(ValueError, match="manifest.json is damaged; delete its folder, and it is written again"):
+        read_manifest(tmp_path)
