@@ -18,9 +18,9 @@ import torch.distributed as dist
 from course_kit.ranks import Ranks
 from course_lib.five_d.layouts import Layout
 from course_lib.train.model import named_model
-from course_lib.train.trainer import Trainer
 from course_lib.train.settings import read_settings
 from course_lib.train.text import open_text
+from course_lib.train.trainer import Trainer
 
 STEPS = 10  # of a timed run: one line of the log
 LAYOUTS = {1: ["dp1"], 2: ["dp2,zero1", "tp2,sp"]}
