@@ -12,16 +12,20 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import signal
 import sys
 import time
 import traceback
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the imports, which take seconds, without a traceback
 
 import torch
 import torch.distributed as dist
 
 from course_lib.train import program
 
-GRACE_S = 10.0  # seconds
+GRACE_S = 10.0  # torchrun ends all ranks when one has ended: rank 0 has to print first
 
 
 def join_group() -> dist.Store:
@@ -50,14 +54,17 @@ def fails_first(store: dist.Store) -> bool:
 
 def run(argv: list[str]) -> int:
     """Run the program, and return the exit status. A file or a layout that cannot be used is told in one line."""
-    first = os.environ.get("RANK", "0") == "0"
-    try:  # --help, --print-config and settings that cannot be used end here, without a group
+    message = io.StringIO()  # --help, --print-config and settings that cannot be used end here, without a group
+    try:
         with contextlib.ExitStack() as silent:
-            for redirect in () if first else (contextlib.redirect_stdout, contextlib.redirect_stderr):
-                silent.enter_context(redirect(io.StringIO()))
+            if os.environ.get("RANK", "0") != "0":
+                for redirect in (contextlib.redirect_stdout, contextlib.redirect_stderr):
+                    silent.enter_context(redirect(message))
             program.options(argv)
-    except SystemExit:
-        time.sleep(0 if first else GRACE_S)  # torchrun ends all ranks when one has ended: rank 0 has to print first
+    except SystemExit as stop:
+        if stop.code and message.getvalue():  # rank 0 tells the same line, and torchrun then ends this rank
+            time.sleep(GRACE_S)
+            sys.stderr.write(message.getvalue())  # this machine alone has the error
         raise
     store = join_group()
     try:
@@ -74,11 +81,15 @@ def run(argv: list[str]) -> int:
 
 def main(argv: list[str]) -> None:
     """Run the program and end the process at once: a gloo rank may abort while the interpreter shuts down."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         status = run(argv)
     except SystemExit as stop:
         status = int(stop.code or 0)
     except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":
+            print("train: stopped by Ctrl-C", file=sys.stderr)
         status = 130
     except BaseException:
         traceback.print_exc()

@@ -3,8 +3,11 @@
 The program is a short one that the test writes: what is shown here is how it is started and how it ends.
 """
 
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 START = """\
 import runpy
 import sys
+import time
 import types
 
 import torch
@@ -42,6 +46,9 @@ def main(argv):
         raise ValueError("the last rank has no text")
     if seed == 3:
         raise RuntimeError("planted")
+    if seed == 5:
+        print("waits", flush=True)
+        time.sleep(100)
     if seed == 4:
         sys.exit("a.jsonl: line 3")
     if rank == 0:
@@ -105,3 +112,28 @@ def test_two_ranks_under_torchrun(start):
     assert status == 1 and err.count("train: error: the last rank has no text\n") == 1
     status, _, err = start("--steps", "0", ranks=2)
     assert status == 1 and err.count("train: error: --steps is 0; it must be 1 or more\n") == 1
+
+
+@pytest.mark.parametrize("importing", [True, False])
+def test_ctrl_c_ends_the_program_without_a_traceback(tmp_path, importing):
+    (tmp_path / "start.py").write_text(START)
+    program = ["-m", "course_lib.train", "--print-config"] if importing else [str(tmp_path / "start.py"), "--seed", "5"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, *program], cwd=ROOT, **pipes) as process:
+        if importing:
+            time.sleep(0.7)
+        else:
+            assert process.stdout.readline() == "waits\n"
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert "Traceback" not in err
+    assert importing or (process.returncode, err) == (130, "train: stopped by Ctrl-C\n")
+
+
+def test_an_error_of_one_machine_alone_is_told(tmp_path):
+    """Rank 1 waits for rank 0 to tell its error, and tells its own if rank 0 has none."""
+    code = "from course_lib.train import __main__ as program; program.GRACE_S = 0.1; program.main(['--stepz', '3'])"
+    environment = os.environ | {"RANK": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "train: error: there is no option --stepz; did you mean --steps?\n"
