@@ -123,6 +123,8 @@ class PipelineRunner:
     returns the sum of the losses: loss_of is not used. Raises ValueError if stages, schedule and group do not fit.
     """
 
+    document_positions: torch.Tensor | None = None  # see at_positions
+
     def __init__(
         self,
         stages: Sequence[nn.Module] | Mapping[int, nn.Module],
@@ -137,7 +139,6 @@ class PipelineRunner:
         self.group: dist.ProcessGroup = group or dist.distributed_c10d._get_default_group()
         self.loss_of = loss_of
         self.before_step, self.after_step = before_step, after_step
-        self.document_positions: torch.Tensor | None = None  # see at_positions
         self.stages = nn.ModuleDict(check_runner(stages, schedule, self.group))
         self.tied_weights = sync_tied_weights(self.stages, schedule, self.group, dp_group)
         self.use(schedule)

@@ -54,17 +54,17 @@ def fails_first(store: dist.Store) -> bool:
 
 def run(argv: list[str]) -> int:
     """Run the program, and return the exit status. A file or a layout that cannot be used is told in one line."""
-    told = io.StringIO()  # --help, --print-config and settings that cannot be used end here, without a group
+    message = io.StringIO()  # --help, --print-config and settings that cannot be used end here, without a group
     try:
         with contextlib.ExitStack() as silent:
             if os.environ.get("RANK", "0") != "0":
                 for redirect in (contextlib.redirect_stdout, contextlib.redirect_stderr):
-                    silent.enter_context(redirect(told))
+                    silent.enter_context(redirect(message))
             program.options(argv)
     except SystemExit as stop:
-        if stop.code and told.getvalue():  # rank 0 tells the same line, and torchrun then ends this rank
+        if stop.code and message.getvalue():  # rank 0 tells the same line, and torchrun then ends this rank
             time.sleep(GRACE_S)
-            sys.stderr.write(told.getvalue())  # this machine alone has the error
+            sys.stderr.write(message.getvalue())  # this machine alone has the error
         raise
     store = join_group()
     try:
