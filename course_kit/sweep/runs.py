@@ -33,7 +33,7 @@ PUBLISHED = "model nodes dp tp pp zero_stage micro_batch grad_accum global_batch
 PUBLISHED += "ok mfu_pct tokens_per_s_per_gpu peak_mem_gb".split()
 OF_SWEEPS = "cp ep layout seq steps options step_s loss why seconds date machine".split()
 COLUMNS = PUBLISHED + OF_SWEEPS
-# A step is timed by itself. Its text and its loss are those of the program that the planner's constants describe.
+# Each step is timed separately. Text and loss are as the planner's constants assume: no document masks, stored logits.
 FIXED = ("--log-every", "1", "--no-document-masks", "--no-chunked-loss")
 # Options of the training program that a run sets itself, and options with which its steps would differ from each other,
 # or its model or layout from those of its row.

@@ -48,7 +48,7 @@ def optimizer_of(settings: Settings) -> dict[str, Any]:
 
 
 def dtype_of(settings: Settings) -> str:
-    """Return the dtype of the matmuls: that of the settings, or this machine's."""
+    """Return the dtype of the matmuls: from the settings, or by default BF16 on a GPU and FP32 elsewhere."""
     return settings.precision.dtype or ("bf16" if torch.cuda.is_available() else "fp32")
 
 

@@ -105,7 +105,7 @@ def test_without_masks_documents_predict_each_other():
 
 @pytest.mark.parametrize("masks", [True, False])
 def test_windows_of_random_documents(masks):
-    """No token is lost, and the numbers of targets and of documents are those of the batches."""
+    """No token is lost, and the batches have as many targets and documents as `Windows` counts."""
     generator = random.Random(1)
     for seq in (1, 2, 3, 8, 50):
         for _ in range(10):
