@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from course_lib.single_gpu.data import ByteTokenizer, text_parts
 from course_lib.single_gpu.hf_tokenizers import lost_characters, may_lose_characters, special_tokens
@@ -111,7 +110,7 @@ def dtype_of(vocab: int) -> type[np.uint16] | type[np.int32]:
 class ShardWriter:
     """The shard that is being written. Documents arrive in parts, which are encoded together."""
 
-    def __init__(self, encoder: Encoder, out: Any, checksum: int, bar: tqdm):
+    def __init__(self, encoder: Encoder, out: Any, checksum: int, bar: Any):
         self.encoder, self.out, self.checksum, self.bar = encoder, out, checksum, bar
         self.waiting: list[tuple[str, bool]] = []  # parts, and which of them continue a document
         self.last: list[bool] = []  # of these, which are a document's last
@@ -170,6 +169,8 @@ def unread_texts(source: Source, rows: Iterator[tuple[str, object]], manifest: d
 
 def tokenize(folder: Path, source: Source, encoder: Encoder) -> None:
     """Write the shards of a source of text, from the first document that the manifest in `folder` does not count."""
+    from tqdm import tqdm  # transformers and datasets need it; token files and the library do not
+
     empty: dict = {"complete": False, "rows": 0, "empty": 0, "checksum": 0, "characters": "", "notes": [], "shards": []}
     manifest = empty | read_manifest(folder)
     rows, notes = source.rows()

@@ -363,7 +363,7 @@ def test_a_job_goes_on_when_a_node_comes_and_when_it_is_lost(ranks, folder, port
     """Two launchers of two ranks each. The second joins a round that has begun, and is killed without warning."""
     torchrun = "--nnodes 1:2 --nproc-per-node 2 --max-restarts 3 --rdzv-backend c10d --rdzv-id survival".split()
     torchrun += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", RENDEZVOUS]
-    program = "--layout dp4 --elastic --steps 160 --drop-tokens 0.1 --warmup 6".split()
+    program = "--layout dp4 --elastic --steps 160 --drop-tokens 0.1 --warmup 6 --lr 1e-4".split()
     stays = Launch(folder, torchrun, [*program, "--save-every", "2"])
     wait_for(lambda: len(stays.ranks()) == 2, "no ranks")
     first_round = stays.ranks().values()
@@ -392,8 +392,9 @@ def test_a_job_goes_on_when_a_node_comes_and_when_it_is_lost(ranks, folder, port
     assert steps == [*range(1, 161)], "no step is there twice"
     assert {record["batch"] for record in found} == {8}
     expected = losses(ranks(trained, [*SMALL, *program, "--cache", str(folder / "tokens")])[0][0])
-    # Two ranks add up in another order than four; over 160 steps their losses drift apart by some 1e-5.
-    assert all(record["loss"] == pytest.approx(expected[record["step"]], rel=1e-4) for record in found)
+    # Two ranks add up in another order than four: their losses drift apart, the faster the larger the steps.
+    apart = {record["step"]: abs(record["loss"] / expected[record["step"]] - 1) for record in found}
+    assert {step: each for step, each in apart.items() if each > 1e-5} == {}
 
 
 # --- options, other runs, other layouts

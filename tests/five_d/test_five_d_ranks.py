@@ -31,7 +31,7 @@ from course_lib.single_gpu.model import PRESETS, ModelConfig, Transformer
 from course_lib.single_gpu.placement import placement_of
 from course_lib.single_gpu.training import decay_groups, flops_per_token
 from course_lib.tensor_parallel.shards import TensorShard
-from course_lib.train import program
+from course_lib.train import trainer
 from course_lib.train.batches import PackedBatches
 from course_lib.train.model import named_model
 from course_lib.train.program import main, options
@@ -578,7 +578,7 @@ def run_program(texts: list[str]) -> list[tuple]:
     found = []
     for text in texts:
         Noted.seen = []
-        with mock.patch.object(program, "PackedBatches", Noted):
+        with mock.patch.object(trainer, "PackedBatches", Noted):
             records = trained_by_main([*ARGUMENTS, "--layout", text, "--batch", "4", "--steps", "2"])
         found.append((Noted.seen, [record["loss"] for record in records]))
     return found

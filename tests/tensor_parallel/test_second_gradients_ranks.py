@@ -25,6 +25,7 @@ from course_lib.tensor_parallel.linear import ColumnMatmul, RowMatmul
 from course_lib.tensor_parallel.regions import CopyToGroup, GatherFromGroup, OnceDifferentiable, SumOverGroup
 from course_lib.tensor_parallel.shards import TensorShard
 from course_lib.tensor_parallel.vocabulary import VocabParallelCrossEntropy
+from course_lib.train.loss import chunked_cross_entropy
 from course_lib.zero.defragmentation import CopyToSlot
 
 RANKS = 2
@@ -83,6 +84,10 @@ ONCE = {
     "VocabParallelCrossEntropy": (
         lambda x: VocabParallelCrossEntropy.apply(x, torch.tensor([1, 3]), TensorShard.of(6, dist.group.WORLD, -1)),
         (2, 3),
+    ),
+    "ChunkedCrossEntropy": (
+        lambda x, w: chunked_cross_entropy(x, w, torch.tensor([1, 3]), TensorShard.of(6, dist.group.WORLD, 0)),
+        (2, 4), (3, 4),
     ),
     "GatherSequence": (lambda x: GatherSequence.apply(x, dist.group.WORLD), (1, 2, 3)),
     "GatheredMatmul": (lambda x, *w: GatheredMatmul.apply(x, dist.group.WORLD, *w), (1, 2, 3), (4, 3), (5, 3)),
