@@ -96,7 +96,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     finally:
         trainer.close()
     if dist.get_rank() == 0:
-        export_and_draw(settings, f"{title}, layout {layout}")
+        export_and_draw(settings, title)
     return records
 
 

@@ -11,6 +11,7 @@ import argparse
 import base64
 import html
 import io
+import itertools
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -118,18 +119,27 @@ def draw_panel(axes: Axes, panel: Panel, line: Curve, width: int) -> None:
 
 
 def mark_layouts(axes: Axes, changes: list[tuple[int, str]], named: bool) -> None:
-    """Mark the steps at which the layout changes. named: with the layout, where there is room."""
+    """Mark the steps at which the layout changes. named: with the layout after the change, where there is room, and
+    with that before the first one.
+    """
     begin, end = axes.get_xlim()
+    transform: Any = axes.get_xaxis_transform()  # steps, and 0 to 1
+    background = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
+
+    def name(layout: str, step: int, points: int) -> None:
+        axes.annotate(
+            layout, (step, 0.97), (points, 0), transform, "offset points",
+            rotation=90, fontsize=8, color=GRAY, va="top", ha="left" if points > 0 else "right", bbox=background,
+            annotation_clip=False,
+        )  # fmt: skip
+
     last = begin
-    for step, layout in changes[1:]:
+    for (_, before), (step, layout) in itertools.pairwise(changes):
         axes.axvline(step, color=GRAY, linewidth=0.8, linestyle=(0, (4, 3)))
         if named and step - last > 0.03 * (end - begin):
-            background = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
-            transform: Any = axes.get_xaxis_transform()  # steps, and 0 to 1
-            axes.annotate(
-                layout, (step, 0.97), (3, 0), transform, "offset points",
-                rotation=90, fontsize=8, color=GRAY, va="top", bbox=background, annotation_clip=False,
-            )  # fmt: skip
+            if last == begin and step - last > 0.06 * (end - begin):
+                name(before, step, -3)
+            name(layout, step, 3)
             last = step
 
 

@@ -76,7 +76,7 @@ def test_panels_without_data_are_left_out_and_layouts_are_marked():
     expected += ["peak memory of the fullest rank, GiB"]
     assert titles(figure) == expected
     assert all(any(list(line.get_xdata()) == [26, 26] for line in axes.lines) for axes in figure.axes)
-    assert [text.get_text() for text in figure.axes[0].texts] == ["tp2,sp"]
+    assert [text.get_text() for text in figure.axes[0].texts] == ["dp2", "tp2,sp"]
     assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == ["training", "held-out text"]
     assert figure.axes[1].get_yscale() == "log"
     for each in records:
@@ -100,7 +100,7 @@ def test_no_two_texts_overlap():
         boxes += [(text.get_text(), text.get_window_extent()) for text in texts if text.get_text()]
     pairs = itertools.combinations(boxes, 2)
     assert len(boxes) > 60 and not [(one, two) for (one, box), (two, other) in pairs if box.overlaps(other)]
-    assert len(figure.axes[0].texts) == 13
+    assert len(figure.axes[0].texts) == 14
 
 
 @pytest.mark.parametrize("values", [[0.6, 0.7], [0.99], [1e-4, 3e5], [1.0, 1.0], [math.nan, 0.0, 2.0]])

@@ -11,7 +11,13 @@ from course_kit.labs.checkpoint.resharding import (
     merged,
     positions_in_full,
 )
-from course_kit.labs.checkpoint.restarts import forgetful_runs, killed_run, losses_without_kill, published_interruptions
+from course_kit.labs.checkpoint.restarts import (
+    forgetful_runs,
+    killed_run,
+    losses_without_kill,
+    published_interruptions,
+    recorded_run,
+)
 from course_kit.labs.checkpoint.saves import load_checkpoint, print_stalls, save_checkpoint_of_run, stalls
 from course_kit.labs.checkpoint.transformers_models import to_and_from_transformers
 from course_kit.labs.five_d.models import SHALLOW
@@ -28,6 +34,7 @@ __all__ = [
     "merged",
     "positions_in_full",
     "published_interruptions",
+    "recorded_run",
     "save_checkpoint_of_run",
     "stalls",
     "print_stalls",

@@ -13,7 +13,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-import course_lib
 from course_kit.labs.five_d.models import built
 from course_kit.ranks import Ranks
 from course_lib.checkpoint.checkpoints import latest, load, save
@@ -22,6 +21,7 @@ from course_lib.single_gpu import training as single_gpu
 from course_lib.single_gpu.data import ByteTokenizer, TokenBatches, corpus
 from course_lib.single_gpu.model import PRESETS
 from course_lib.train import program
+from course_lib.train.log_curves import read_log
 
 ROOT = Path(__file__).resolve().parents[3]
 OPTIONS = "--layout dp2,zero1 --preset debug --batch 8 --seq 64 --lr 0.003 --drop-tokens 0.05 --log-every 1".split()
@@ -59,9 +59,13 @@ def killed_run(folder: Path, when: int = 12, steps: int = 20) -> tuple[int, list
 
 def published_interruptions() -> list[dict[str, str]]:
     """Return the rows of data/llama3_interruptions.csv: the interruptions of Llama 3's training by component."""
-    path = Path(course_lib.__file__).parents[1] / "data" / "llama3_interruptions.csv"
-    with path.open(encoding="utf-8") as file:
+    with (ROOT / "data" / "llama3_interruptions.csv").open(encoding="utf-8") as file:
         return list(csv.DictReader(file))
+
+
+def recorded_run() -> list[dict]:
+    """Return the records of data/lesson_run.jsonl, a run of examples/lesson.toml."""
+    return read_log(ROOT / "data" / "lesson_run.jsonl")
 
 
 def losses_without_kill(steps: int = 20) -> list[float]:
