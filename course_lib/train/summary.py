@@ -145,13 +145,23 @@ def mark_layouts(axes: Axes, changes: list[tuple[int, str]], named: bool) -> Non
 
 def draw(records: list[dict], title: str) -> Figure:
     """Return the figure of a run: the loss above, a grid of the other panels below."""
+    import matplotlib
+
+    with matplotlib.rc_context(dict[Any, Any](STYLE)):
+        figure = draw_panels(records, title)
+        figure.draw_without_rendering()  # makes the ticks, in this style
+    return figure
+
+
+def draw_panels(records: list[dict], title: str) -> Figure:
+    """As draw, in matplotlib's current style."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     panels, changes = drawn_panels(records), layout_changes(records)
     first, last = records[0]["step"], records[-1]["step"]
     width, rows, margin = len(records) // 100, -(-len(panels) // 2), max(0.5, 0.01 * (last - first))
-    figure = Figure(figsize=(9, 3.4 + 1.9 * rows), dpi=200, layout="constrained")
+    figure = Figure(figsize=(9, 3.4 + 1.9 * rows), layout="constrained")
     grid = figure.add_gridspec(rows + 1, 2, height_ratios=[3.0] + [1.7] * rows)
     top = figure.add_subplot(grid[0, :])
     draw_loss(top, records, width)
@@ -225,11 +235,10 @@ def write_summary(log: Path, folder: Path, title: str, config_toml: str | None =
     """
     records, drawn = read_log(log), io.BytesIO()
     try:
-        import matplotlib
+        figure = draw(records, title)
     except ImportError:
         raise ValueError("the page is drawn by matplotlib: pip install matplotlib") from None
-    with matplotlib.rc_context(dict[Any, Any](STYLE)):
-        draw(records, title).savefig(drawn, format="png")
+    figure.savefig(drawn, format="png", dpi=200)
     png = drawn.getvalue()
     files = {folder / "summary.html": page(records, png, title, config_toml).encode(), folder / "summary.png": png}
     try:

@@ -17,7 +17,7 @@ from matplotlib.image import imread
 
 from calls import said
 from course_lib.train.log_curves import layout_changes, read_log, results, smoothed
-from course_lib.train.summary import STYLE, draw, main, write_summary
+from course_lib.train.summary import draw, main, write_summary
 from test_run_log import record
 
 
@@ -39,7 +39,7 @@ def titles(figure) -> list[str]:
 
 
 def drawn(records: list[dict]):
-    with rc_context(STYLE):
+    with rc_context({"font.size": 30}):  # draw has a style of its own
         figure = draw(records, "a run")
         FigureCanvasAgg(figure).draw()
     return figure
