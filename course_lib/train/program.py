@@ -23,7 +23,7 @@ from course_lib.train.exports import check_checkpoints
 from course_lib.train.model import NamedModel, check_run, named_layout, named_model
 from course_lib.train.run_log import check_logging
 from course_lib.train.sections import Settings
-from course_lib.train.settings import as_toml, read_settings
+from course_lib.train.settings import as_toml, read_settings, shown
 from course_lib.train.sources import held_out_source, sources_of
 from course_lib.train.text import open_text
 from course_lib.train.trainer import Trainer
@@ -58,6 +58,33 @@ def exit_with(line: str) -> None:
     raise SystemExit(2)
 
 
+UNUSED = (  # keys, and the value of another key with which the program does not read them
+    ("betas eps", "optimizer", "sgd"),
+    ("momentum", "optimizer", "adamw"),
+    ("min_lr", "schedule", "constant"),
+    ("backend", "compile", False),
+    ("save_every keep", "checkpoints", None),
+    ("eval_dataset eval_split eval_share eval_sequences", "eval_every", 0),
+)
+
+
+def unused(settings: Settings) -> list[str]:
+    """Return a line for each key that differs from its default, and has no effect in this run."""
+    values, defaults = (
+        {name: value for section in vars(each).values() for name, value in vars(section).items()}
+        for each in (settings, Settings())
+    )
+    lines = [
+        f"{name} has no effect: {other} is {'not set' if value is None else shown(value)}"
+        for names, other, value in UNUSED
+        for name in names.split()
+        if values[other] == value and values[name] != defaults[name]
+    ]
+    if settings.layout.cluster and settings.layout.layout != "auto":
+        lines.append("cluster has no effect: layout is not auto")
+    return lines
+
+
 def layout_for_ranks(settings: Settings, model: NamedModel) -> Layout:
     """Return the layout for all ranks of the default group: the planner's choice for auto. Raises ValueError."""
     ranks = dist.get_world_size()
@@ -88,7 +115,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     trainer = Trainer(settings, model, layout, text)
     title = describe_model(model.name, model.config, model.moe)
     ranks = f"{layout.ranks} rank{'s' if layout.ranks > 1 else ''}"
-    for line in text.lines:
+    for line in unused(settings) + text.lines:
         trainer.saved.say(line)
     trainer.saved.say(f"{title}, layout {layout}: {ranks}, {trainer.batches.tokens:,} tokens of text")
     try:

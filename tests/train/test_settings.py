@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from course_lib.train.program import unused
 from course_lib.train.schedule import rate_at
 from course_lib.train.sections import Optimizer
 from course_lib.train.settings import SettingsError, as_toml, keys, read_settings
@@ -155,3 +156,21 @@ def test_schedules_without_warmup_or_with_one_step():
         rates = [rate_at(step, Optimizer(lr=2.0, schedule=schedule, min_lr=0.0), 10) for step in range(1, 11)]
         assert rates == sorted(rates, reverse=True) and 0 <= rates[-1] <= 2.0
         assert rate_at(1, dataclasses.replace(Optimizer(lr=2.0), schedule=schedule), 1) > 0
+
+
+@pytest.mark.parametrize(
+    "words, lines",
+    [
+        ("", []),
+        ("--eval-every 2 --eval-share 0.2 --checkpoints c --keep 5 --min-lr 0", []),
+        ("--optimizer sgd --betas 0.8,0.9", ['betas has no effect: optimizer is "sgd"']),
+        ("--momentum 0.9", ['momentum has no effect: optimizer is "adamw"']),
+        ("--schedule constant --min-lr 0", ['min_lr has no effect: schedule is "constant"']),
+        ("--save-every 9", ["save_every has no effect: checkpoints is not set"]),
+        ("--eval-dataset a.txt", ["eval_dataset has no effect: eval_every is 0"]),
+        ("--backend eager", ["backend has no effect: compile is false"]),
+        ("--cluster h100", ["cluster has no effect: layout is not auto"]),
+    ],
+)
+def test_settings_without_effect_are_named(words, lines):
+    assert unused(read_settings(words.split())) == lines
