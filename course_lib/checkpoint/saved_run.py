@@ -124,6 +124,8 @@ class SavedRun:
                 if (saved := about.get(name)) != value:
                     theirs, ours = readable(name, saved), readable(name, value)
                     line = f"{folder} belongs to another run: its {name} is {theirs}, here it is {ours}"
+                    if name == "text" and saved and saved[0] == value[0]:
+                        line = f"{folder} belongs to another run: it trains on other sequences of the same text"
                     raise CheckpointError(line + (self.differing(about) if name == "text" else ""))
             try:
                 load(self.parallel, folder)
@@ -141,7 +143,8 @@ class SavedRun:
         self.say(f"continues after step {self.step}, from {folder}, written in {about['layout']}")
         for name, saved in about.get("plan", {}).items():
             if name in self.plan and self.plan[name] != saved:
-                self.say(f"continues with {name} {self.plan[name]} instead of {saved}")
+                now, before = ("not set" if value is None else value for value in (self.plan[name], saved))
+                self.say(f"continues with {name} {now} instead of {before}")
         return True
 
     def differing(self, about: dict) -> str:
@@ -252,8 +255,8 @@ class Log:
     """A file of JSON lines, one per step; path None: no file. The first line that cannot be written is reported, and
     the run continues without a log.
 
-    step: after which the run continues. Removes the records of later steps (of all steps for 0) and unreadable lines,
-    so that no step is in the file twice.
+    step: after which the run continues. Removes the records of later steps and unreadable lines, so that no step is in
+    the file twice. For 0, a log that is there is renamed, with .old at the end; after a restart it is removed.
     """
 
     def __init__(self, path: Path | None, step: int):
@@ -270,6 +273,10 @@ class Log:
                 rewritten = file.with_name(f"{file.name}.part")
                 rewritten.write_bytes(records)
                 rewritten.replace(file)
+        elif path.is_file() and path.stat().st_size and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+            earlier = path.resolve().with_name(f"{path.name}.old")
+            path.resolve().replace(earlier)
+            print(f"--out {path}: the log of an earlier run is now {earlier.name}", flush=True)
         self.file = open(path, "ab" if step else "wb", buffering=0)  # noqa: SIM115  open for the whole run
 
     def add(self, record: dict) -> None:

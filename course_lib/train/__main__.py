@@ -75,6 +75,13 @@ def run(argv: list[str]) -> int:
         if fails_first(store):
             print(f"train: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
+    except RuntimeError as error:  # torch.OutOfMemoryError is one
+        text = " ".join(str(error).split())
+        if not any(words in text for words in ("out of memory", "enough memory", "allocate memory")):
+            raise
+        needs_less = "a smaller mb or seq, recompute full, or attention flash needs less"
+        print(f"train: error: {text[:200]}; {needs_less}", file=sys.stderr)
+        return 1
     dist.destroy_process_group()
     return 0
 
@@ -91,6 +98,8 @@ def main(argv: list[str]) -> None:
         if os.environ.get("RANK", "0") == "0":
             print("train: stopped by Ctrl-C", file=sys.stderr)
         status = 130
+    except BrokenPipeError:  # of head
+        status = 1
     except BaseException:
         traceback.print_exc()
         status = 1

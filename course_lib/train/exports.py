@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from course_lib.checkpoint.files import ABOUT
 from course_lib.expert_parallel.routing import Routing
 from course_lib.single_gpu.config import ModelConfig
 from course_lib.train.run_log import check_folder
@@ -17,12 +18,18 @@ def check_checkpoints(settings: Settings, config: ModelConfig, moe: dict | None)
     """
     folders = settings.checkpoints
     if folders.checkpoints:
-        check_folder("checkpoints", Path(folders.checkpoints))
+        folder = Path(folders.checkpoints)
+        check_folder("checkpoints", folder)
+        if (folder / ABOUT).exists():
+            raise SettingsError(
+                f"checkpoints is {folder}, which is one checkpoint: name the folder above it; to continue from an "
+                "earlier one, copy its folder to a new folder, and name that"
+            )
     if not folders.export:
         return
     out = Path(folders.export)
     if out.exists() or out.is_symlink():
-        raise SettingsError(f"export is {out}, which exists already: name a new folder, or remove it")
+        raise SettingsError(f"export is {out}, which exists already: name a new folder, remove it, or set no export")
     check_folder("export", out.parent)
     check_exportable(config, moe)
 

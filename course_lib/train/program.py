@@ -35,6 +35,7 @@ def options(argv: list[str] | None = None) -> Settings:
     """
     try:
         settings = read_settings(argv)
+        use_model_tokenizer(settings)
         model, layout = named_model(settings), named_layout(settings)
         if layout is not None:
             check_run(settings, model, layout)
@@ -50,6 +51,13 @@ def options(argv: list[str] | None = None) -> Settings:
     except ValueError as error:
         exit_with(one_line_message(error))
     return settings
+
+
+def use_model_tokenizer(settings: Settings) -> None:
+    """Set the tokenizer of a model that from_hf names, if its folder has one and the settings name none."""
+    folder = settings.model.from_hf
+    if folder and settings.tokenizer.tokenizer is None and any(Path(folder).glob("tokenizer*")):
+        settings.tokenizer.tokenizer = folder
 
 
 def exit_with(line: str) -> None:
@@ -68,8 +76,8 @@ UNUSED = (  # keys, and the value of another key with which the program does not
 )
 
 
-def unused(settings: Settings) -> list[str]:
-    """Return a line for each key that differs from its default, and has no effect in this run."""
+def notes(settings: Settings) -> list[str]:
+    """Return a line for each key that is set without effect in this run, and for a warmup that is cut short."""
     values, defaults = (
         {name: value for section in vars(each).values() for name, value in vars(section).items()}
         for each in (settings, Settings())
@@ -80,6 +88,11 @@ def unused(settings: Settings) -> list[str]:
         for name in names.split()
         if values[other] == value and values[name] != defaults[name]
     ]
+    run = settings.run
+    if run.ramp and (run.start_batch or run.batch) == run.batch:
+        lines.append("ramp has no effect: start_batch is not set, or is batch")
+    if settings.optimizer.warmup > run.steps:
+        lines.append(f"warmup is longer than the run: the learning rate stays below {settings.optimizer.lr:g}")
     if settings.layout.cluster and settings.layout.layout != "auto":
         lines.append("cluster has no effect: layout is not auto")
     return lines
@@ -115,7 +128,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     trainer = Trainer(settings, model, layout, text)
     title = describe_model(model.name, model.config, model.moe)
     ranks = f"{layout.ranks} rank{'s' if layout.ranks > 1 else ''}"
-    for line in unused(settings) + text.lines:
+    for line in notes(settings) + text.lines:
         trainer.saved.say(line)
     trainer.saved.say(f"{title}, layout {layout}: {ranks}, {trainer.batches.tokens:,} tokens of text")
     try:

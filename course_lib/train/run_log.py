@@ -2,7 +2,7 @@
 
     log = RunLog(settings.logging, step, as_toml(settings))     # on rank 0 alone
     log.add(records)                                            # steps in ascending order
-    log.evaluation(step, loss, tokens)                          # goes to the line of its step
+    log.evaluation(step, loss)                                  # goes to the line of its step
     log.close()
 
 No step is anywhere twice after a restart: the file loses the steps that will be done again, TensorBoard hides them, and
@@ -164,9 +164,9 @@ class RunLog:
         for name, output in [*self.outputs.items()]:
             self.attempt(name, lambda: write_all(output))  # noqa: B023  it runs at once
 
-    def evaluation(self, step: int, loss: float, tokens: int) -> None:
-        """Write the loss on held-out text after a step, as eval_loss and eval_tokens. tokens: consumed so far."""
-        self.add([{"step": step, "eval_loss": loss, "eval_tokens": tokens}])
+    def evaluation(self, step: int, loss: float) -> None:
+        """Write the loss on held-out text after a step, as eval_loss."""
+        self.add([{"step": step, "eval_loss": loss}])
 
     def close(self) -> None:
         """Write the rest, and close all destinations."""

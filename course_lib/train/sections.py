@@ -14,8 +14,8 @@ RECIPES = ("none", "transformer-engine", "fp8-lm", "deepseek-v3", "nanotron")  #
 
 
 def key(default: Any, meaning: str, **limits: Any) -> Any:
-    """Return a field of a section. limits: choices, least (the smallest value), above (an exclusive lower limit), below
-    (an exclusive upper limit).
+    """Return a field of a section. limits: choices; least and most, the smallest and the largest value; above and
+    below, exclusive limits.
     """
     metadata = {"meaning": meaning, **limits}
     if isinstance(default, list):
@@ -120,7 +120,7 @@ class Optimizer:
     )
     warmup: int = key(0, "steps in which the learning rate rises to lr", least=0)
     decay: int | None = key(None, "steps of the decay of wsd; default: a tenth of steps", least=1)
-    min_lr: float = key(0.1, "the last learning rate, as a share of lr", least=0)
+    min_lr: float = key(0.1, "the last learning rate, as a share of lr", least=0, most=1)
     max_norm: float = key(1.0, "gradients are clipped to this norm", above=0)
     bad_steps: int = key(3, "steps in a row without a finite loss and norm that stop the run", least=1)
 

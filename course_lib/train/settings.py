@@ -69,6 +69,8 @@ def checked(section: str, each: dataclasses.Field, value: Any, who: str) -> Any:
         raise SettingsError(f"{who} is {shown(value)}; it must be {limits['least']} or more")
     if "above" in limits and not value > limits["above"]:
         raise SettingsError(f"{who} is {shown(value)}; it must be above {limits['above']}")
+    if "most" in limits and value > limits["most"]:
+        raise SettingsError(f"{who} is {shown(value)}; it must be {limits['most']} or less")
     if "below" in limits and not value < limits["below"]:
         raise SettingsError(f"{who} is {shown(value)}; it must be below {limits['below']}")
     if isinstance(value, float) and not math.isfinite(value):
@@ -143,7 +145,7 @@ class Parser(argparse.ArgumentParser):
             word = unknown.split()[0]
             if word.startswith("-"):
                 known = [option for action in self._actions for option in action.option_strings if option != "-h"]
-                near = difflib.get_close_matches(word.split("=")[0], known, 1, 0.5)
+                near = difflib.get_close_matches(word.split("=")[0], known, 1, 0.6)
                 hint = f"did you mean {near[0]}?" if near else "--help lists them"
                 message = f"there is no option {word}; {hint}"
             else:
@@ -153,7 +155,9 @@ class Parser(argparse.ArgumentParser):
 
 def from_option(section: str, each: dataclasses.Field, text: str) -> Any:
     """Return the value of a key from the text of its option. Raises SettingsError."""
-    (kind, element, _), who = type_of(section, each.name), option_of(each.name)
+    (kind, element, optional), who = type_of(section, each.name), option_of(each.name)
+    if not text and optional:
+        return None
 
     def one(word: str, kind: type) -> Any:
         try:
@@ -161,7 +165,7 @@ def from_option(section: str, each: dataclasses.Field, text: str) -> Any:
         except ValueError:
             raise SettingsError(f"{who} is {shown(word)}; it must be {NOUNS[kind]}") from None
 
-    words = text.split(",") if text else []
+    words = text.removeprefix("[").removesuffix("]").split(",") if text else []
     value = [one(word.strip(), element) for word in words] if kind is list and element else one(text, kind)
     return checked(section, each, value, who)
 

@@ -154,7 +154,7 @@ def draw(records: list[dict], title: str) -> Figure:
 
 
 def draw_panels(records: list[dict], title: str) -> Figure:
-    """As draw, in matplotlib's current style."""
+    """Return the figure in matplotlib's current style."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 

@@ -35,7 +35,7 @@ from course_lib.train.streams import write_bytes
 from course_lib.train.text import Text
 from course_lib.train.transforms import compile_blocks, transforms
 
-NOT_PLANNED = ("out", "summary", "tensorboard", "wandb", "log_every", "checkpoints", "layout", "elastic", "cluster")
+NOT_PLANNED = "out summary tensorboard wandb log_every checkpoints export layout elastic cluster".split()
 
 
 def optimizer_of(settings: Settings) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def plan_of(settings: Settings) -> dict[str, Any]:
     plan["dtype"] = dtype_of(settings)  # a run may continue on another machine
     for name in ("dataset", "tokenizer", "eval_dataset"):
         if plan[name] and Path(plan[name]).exists():
-            plan[name] = str(Path(plan[name]).absolute())
+            plan[name] = str(Path(plan[name]).resolve())
     return plan
 
 
@@ -130,6 +130,8 @@ class Trainer:
                 start = time.perf_counter()
         if self.saved.step >= run.steps:
             self.saved.say(f"nothing left to do: {self.saved.step} steps are done, steps is {run.steps}")
+            if self.settings.evaluation.eval_every:
+                self.evaluate(self.saved.step, again=True)
         self.saved.finish()
         if self.saved.checkpoints and (failure := self.saved.checkpoints.failure):  # of the last step, on all ranks
             raise CheckpointError(f"ended without a checkpoint of its last step: {failure}; {self.saved.last_good()}")
@@ -196,13 +198,14 @@ class Trainer:
             self.saved.after(each["step"], each["loss"], each["norm"], last, may_save=each is waiting[-1])
         return waiting
 
-    def evaluate(self, step: int) -> None:
-        """Print and write the loss on held-out text."""
+    def evaluate(self, step: int, again: bool = False) -> None:
+        """Print the loss on held-out text, and write it to the log. again: not to the log, which has this step."""
         assert self.text.held_out is not None, "there is held-out text where eval_every is set"
         loss = evaluate(self.parallel, self.text.held_out).item()
         if self.log:
             print(f"step {step:>5} | held-out loss {loss:.4f}", flush=True)
-            self.log.evaluation(step, loss, self.batches.position * self.settings.run.seq)
+            if not again:
+                self.log.evaluation(step, loss)
 
     def close(self) -> None:
         """Release the checkpoints, and end the log."""

@@ -16,7 +16,12 @@ def arguments(options: list[str], namespace: argparse.Namespace | None = None) -
     """Parse options with torchrun's own parser."""
     from torch.distributed.run import get_args_parser
 
-    return parse(lambda words: get_args_parser().parse_args(words, namespace), [*options, "--", SCRIPT], "torchrun")
+    try:
+        return parse(lambda words: get_args_parser().parse_args(words, namespace), [*options, "--", SCRIPT], "torchrun")
+    except LaunchError as error:
+        if "unrecognized" not in str(error):
+            raise
+        raise LaunchError(f"{error} (options of the program follow '--')") from None
 
 
 def split_notebook(words: list[str]) -> tuple[str, list[str]]:

@@ -189,11 +189,13 @@ def test_a_log_that_is_a_link_is_rewritten_where_it_leads(tmp_path):
 
 
 def test_a_log_survives_a_full_disk(tmp_path, capsys):
-    """A new run has a new log. What can't be written is told of once."""
+    """A new run has a new log, and keeps the old one. What can't be written is told of once."""
     file = tmp_path / "log.jsonl"
     file.write_text(line(1) + line(2))
     Log(log_file(str(file)), 0).add({"step": 3})
     assert records(file) == [{"step": 3}]
+    assert file.with_name("log.jsonl.old").read_text() == line(1) + line(2)
+    assert capsys.readouterr().out == f"--out {file}: the log of an earlier run is now log.jsonl.old\n"
     Log(None, 1).add({"step": 4})
     log = Log(log_file("/dev/full"), 0)
     log.add({"step": 5})

@@ -11,7 +11,7 @@ import pytest
 
 from course_lib.single_gpu.model import ModelConfig, Transformer
 from course_lib.train import program
-from course_lib.train.settings import SettingsError
+from course_lib.train.settings import SettingsError, read_settings
 from course_lib.train.streams import read_manifest
 
 
@@ -26,8 +26,15 @@ def refused(words: list[str], capsys) -> str:
     "words, line",
     [
         ("--checkpoints file", "checkpoints is file, and file is not a folder"),
-        ("--checkpoints c --export folder", "export is folder, which exists already: name a new folder, or remove it"),
-        ("--checkpoints c --export link", "export is link, which exists already: name a new folder, or remove it"),
+        (
+            "--checkpoints c --export folder",
+            "export is folder, which exists already: name a new folder, remove it, or set no export",
+        ),
+        (
+            "--checkpoints c --export link",
+            "export is link, which exists already: name a new folder, remove it, or set no export",
+        ),
+        ("--checkpoints step-7", "checkpoints is step-7, which is one checkpoint: name the folder above it"),
         ("--checkpoints c --export file/x", "export is file, and file is not a folder"),
         (
             "--checkpoints c --export x --experts 4 --shared 1",
@@ -46,6 +53,8 @@ def test_what_would_fail_at_the_end_is_refused_at_the_start(words, line, tmp_pat
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
     (tmp_path / "folder").mkdir()
+    (tmp_path / "step-7").mkdir()
+    (tmp_path / "step-7" / "checkpoint.json").write_text("{}")
     (tmp_path / "link").symlink_to("nowhere")
     (tmp_path / "sources.toml").write_text("[[data.sources]]\ndataset = 'a'\nweigth = 1\n")
     (tmp_path / "line.toml").write_text('[run]\n"a\\nb" = 1\n')
@@ -96,3 +105,15 @@ def test_a_damaged_manifest_says_what_to_delete(contents, tmp_path):
     (tmp_path / "manifest.json").write_text(contents)
     with pytest.raises(ValueError, match="manifest.json is damaged; delete its folder, and it is written again"):
         read_manifest(tmp_path)
+
+
+def test_from_hf_brings_the_tokenizer_of_its_folder(tmp_path):
+    settings = read_settings(["--from-hf", str(tmp_path)])
+    program.use_model_tokenizer(settings)
+    assert settings.tokenizer.tokenizer is None
+    (tmp_path / "tokenizer.json").write_text("{}")
+    program.use_model_tokenizer(settings)
+    assert settings.tokenizer.tokenizer == str(tmp_path)
+    settings = read_settings(["--from-hf", str(tmp_path), "--tokenizer", "other"])
+    program.use_model_tokenizer(settings)
+    assert settings.tokenizer.tokenizer == "other"

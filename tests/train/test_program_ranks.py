@@ -78,6 +78,10 @@ def test_one_run_in_four_layouts_is_the_run_of_one_layout(text, two, ranks, tmp_
         ["step", str(step)] for step in (2, 3, 4, 6, 8, 9, 10, 12)
     ]
     assert "steps = 12" in (tmp_path / "ck" / "run.toml").read_text()
+    contents = (tmp_path / "many.jsonl").read_text()
+    *_, last = two(run, [*whole, *kept, "--layout", "tp2", "--steps", "12"])[0][1].splitlines()
+    assert last == f"step    12 | held-out loss {of_one[-1]['eval_loss']:.4f}", "a finished run is evaluated again"
+    assert (tmp_path / "many.jsonl").read_text() == contents
 
 
 class Stop(Exception):

@@ -54,19 +54,19 @@ def test_a_step_has_one_line_with_its_evaluation_also_after_a_restart(tmp_path):
     log = RunLog(Logging(out=str(file)), 0, "")
     log.add([record(n) for n in (1, 2, 3)])
     assert lines(file) == [record(n) for n in (1, 2, 3)], "on the disk before the evaluation"
-    log.evaluation(3, 2.5, 192)
+    log.evaluation(3, 2.5)
     log.add([record(4), record(5, math.inf)])
-    log.evaluation(5, 2.25, 320)
+    log.evaluation(5, 2.25)
     with open(file, "a") as opened:
         opened.write('{"step": 6, "lo')
     log = RunLog(Logging(out=str(file)), 3, "")
-    evaluated = record(3) | {"eval_loss": 2.5, "eval_tokens": 192}
+    evaluated = record(3) | {"eval_loss": 2.5}
     assert lines(file) == [record(1), record(2), evaluated]
     log.add([record(4, 1.5), record(5, 1.25)])
-    log.evaluation(5, 2.0, 320)
+    log.evaluation(5, 2.0)
     log.add([record(6)])
     log.close()
-    again = record(5, 1.25) | {"eval_loss": 2.0, "eval_tokens": 320}
+    again = record(5, 1.25) | {"eval_loss": 2.0}
     assert lines(file) == [record(1), record(2), evaluated, record(4, 1.5), again, record(6)]
     RunLog(Logging(out=str(file)), 0, "").close()
     assert file.read_text() == ""
@@ -78,7 +78,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on(tmp_path, capsys):
     for out in (tmp_path / "full", tmp_path / "file" / "log.jsonl"):
         log = RunLog(Logging(out=str(out)), 0, "")
         log.add([record(n) for n in (1, 2)])
-        log.evaluation(2, 2.5, 128)
+        log.evaluation(2, 2.5)
         log.close()
     first, second = capsys.readouterr().out.splitlines()
     assert first == f"--out {tmp_path / 'full'}: No space left on device; nothing more is written to it"
@@ -115,11 +115,11 @@ def test_tensorboard_hides_the_steps_that_are_done_again(monkeypatch, tmp_path, 
     monkeypatch.setattr(Writer, "made", [])
     log = RunLog(Logging(tensorboard=str(tmp_path), out=str(tmp_path / "log")), 7, "[run]\nsteps = 9\n")
     log.add([record(8, math.nan)])
-    log.evaluation(8, 2.5, 512)
+    log.evaluation(8, 2.5)
     (writer,) = Writer.made
     assert (writer.folder, writer.purge_step) == (str(tmp_path), 8) and "steps = 9" in writer.config
     names = [name for name, _, step in writer.points if step == 8]
-    assert sorted(names) == sorted({*record(8), "eval_loss", "eval_tokens"} - {"step", "mfu", "layout"})
+    assert sorted(names) == sorted({*record(8), "eval_loss"} - {"step", "mfu", "layout"})
     assert writer.flushed == len(writer.points) and math.isnan(writer.points[0][1])
     log.close()
     assert writer.closed
@@ -127,9 +127,10 @@ def test_tensorboard_hides_the_steps_that_are_done_again(monkeypatch, tmp_path, 
     log.add([record(1)])
     log.add([record(2)])
     assert capsys.readouterr().out.splitlines() == [
-        "--tensorboard: [Errno 28] No space left on device; nothing more is written to it"
+        f"--out {tmp_path / 'log'}: the log of an earlier run is now log.old",
+        "--tensorboard: [Errno 28] No space left on device; nothing more is written to it",
     ]
-    assert len(lines(tmp_path / "log")) == 2
+    assert (len(lines(tmp_path / "log")), len(lines(tmp_path / "log.old"))) == (2, 1)
 
 
 def test_tensorboard_s_own_reader_sees_each_step_once(tmp_path):
@@ -164,12 +165,12 @@ def test_a_run_of_weights_and_biases_continues_with_its_checkpoints(monkeypatch,
     for step in (0, 3):
         log = RunLog(settings.logging, step, as_toml(settings))
         log.add([record(n, 3.0 - step) for n in range(step + 1, step + 6)])
-        log.evaluation(step + 5, 2.5, 320)
+        log.evaluation(step + 5, 2.5)
         log.close()
     (rows,) = wandb.ROWS.values()
     assert [*rows] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert rows[5][0]["loss"] == 3 and rows[6][0]["loss"] == 0 and "step" not in rows[6][0]
-    assert rows[5][1] == rows[8][1] == {"eval_loss": 2.5, "eval_tokens": 320}
+    assert rows[5][1] == rows[8][1] == {"eval_loss": 2.5}
     assert wandb.CONFIGS["project-0"]["optimizer"]["lr"] == settings.optimizer.lr and len(wandb.FINISHED) == 2
     RunLog(settings.logging, 0, as_toml(settings)).close()
     assert len(wandb.ROWS) == 2 and (tmp_path / "checkpoints" / "wandb-run-id").read_text() == "project-1"

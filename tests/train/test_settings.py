@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from course_lib.train.program import unused
+from course_lib.train.program import notes
 from course_lib.train.schedule import rate_at
 from course_lib.train.sections import Optimizer
 from course_lib.train.settings import SettingsError, as_toml, keys, read_settings
@@ -122,6 +122,7 @@ def test_a_mistake_in_the_file_is_one_line(tmp_path, text, line):
         ("--hf-config x --layers 3", "layers changes a preset; the sizes of hf_config are in its config.json"),
         ("--start-batch 4", "start_batch needs ramp, the steps in which it grows to batch"),
         ("--start-batch 32", "start_batch is 32; it must not be above batch, which is 16"),
+        ("--min-lr 3e0", "--min-lr is 3.0; it must be 1 or less"),
         ("--decay 4", "decay is for schedule wsd, and schedule is cosine"),
         ("--schedule wsd --warmup 30 --decay 30", "warmup and decay together are longer than the 50 steps"),
         ("--fp8-gather", "fp8_gather needs a recipe: set fp8"),
@@ -169,8 +170,16 @@ def test_schedules_without_warmup_or_with_one_step():
         ("--save-every 9", ["save_every has no effect: checkpoints is not set"]),
         ("--eval-dataset a.txt", ["eval_dataset has no effect: eval_every is 0"]),
         ("--backend eager", ["backend has no effect: compile is false"]),
+        ("--ramp 3", ["ramp has no effect: start_batch is not set, or is batch"]),
+        ("--warmup 60", ["warmup is longer than the run: the learning rate stays below 0.002"]),
         ("--cluster h100", ["cluster has no effect: layout is not auto"]),
     ],
 )
 def test_settings_without_effect_are_named(words, lines):
-    assert unused(read_settings(words.split())) == lines
+    assert notes(read_settings(words.split())) == lines
+
+
+def test_an_empty_option_sets_nothing_and_a_list_may_have_brackets():
+    settings = read_settings(["--export", "", "--layers", "", "--betas", "[0.8, 0.9]", "--no-decay", ""])
+    assert settings.checkpoints.export is None and settings.model.layers is None
+    assert settings.optimizer.betas == [0.8, 0.9] and settings.optimizer.no_decay == []

@@ -46,6 +46,8 @@ def main(argv):
         raise ValueError("the last rank has no text")
     if seed == 3:
         raise RuntimeError("planted")
+    if seed == 6:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory:\\n9 bytes")
     if seed == 5:
         print("waits", flush=True)
         time.sleep(100)
@@ -88,6 +90,12 @@ def test_one_process_needs_no_torchrun(start):
         (["--stepz", "3"], 2, "train: error: there is no option --stepz; did you mean --steps?\n"),
         (["--seed", "1"], 1, "train: error: the text has no documents\n"),
         (["--seed", "4"], 1, "train: error: a.jsonl: line 3\n"),
+        (
+            ["--seed", "6"],
+            1,
+            "train: error: DefaultCPUAllocator: can't allocate memory: 9 bytes; a smaller mb or seq, recompute full, "
+            "or attention flash needs less\n",
+        ),
     ],
 )
 def test_what_cannot_be_used_is_told_in_one_line(start, options, status, told):
