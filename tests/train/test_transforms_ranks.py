@@ -73,13 +73,11 @@ def check(of_ranks: list[list[dict]], cases: list, expected: list[dict], relativ
 
 PLAIN = [
     ("tp2,sp,mb2", "--kernels"),
-    ("tp2,mb2,full", "--kernels --attention flash"),
     ("cp2,mb4", "--attention flash"),
     ("cp2,ulysses,mb4", "--attention flash --kernels"),
     ("dp2,zero3,mb2", "--kernels --attention flash"),
     ("pp2,mb2", "--kernels"),
     ("dp2,zero3,mb2", "--compile --backend aot_eager"),
-    ("dp2,zero1,mb2,full", "--compile --backend aot_eager"),
     ("tp2,sp,mb2", "--compile --backend aot_eager"),
 ]
 
