@@ -29,7 +29,8 @@ def check_checkpoints(settings: Settings, config: ModelConfig, moe: dict | None)
         return
     out = Path(folders.export)
     if out.exists() or out.is_symlink():
-        raise SettingsError(f"export is {out}, which exists already: name a new folder, remove it, or set no export")
+        choices = "name a new folder, remove it, or set no export (--export '')"
+        raise SettingsError(f"export is {out}, which exists already: {choices}")
     check_folder("export", out.parent)
     check_exportable(config, moe)
 
