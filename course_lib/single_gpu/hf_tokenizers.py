@@ -11,6 +11,11 @@ from course_lib.single_gpu.documents import HUB_NAME, loading_error
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether a model's folder has a tokenizer of transformers."""
+    return any(folder.glob("tokenizer*"))
+
+
 def load_tokenizer(tokenizer: str) -> tuple:
     """Return the tokenizer of a name, a folder or a tokenizer.json, and a list of notes on its end token.
 

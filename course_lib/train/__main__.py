@@ -46,14 +46,14 @@ def join_group() -> dist.Store:
 
 
 def fails_first(store: dist.Store) -> bool:
-    """Return True on the first rank that calls it: most errors are raised by all ranks, and told once."""
-    with contextlib.suppress(RuntimeError):  # rank 0, which may host the store, has told its error and ended
+    """Return True on the first rank that calls it: most errors are raised by all ranks, and printed once."""
+    with contextlib.suppress(RuntimeError):  # rank 0, which may host the store, has printed its error and ended
         return store.add(f"errors/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", 1) == 1
     return False
 
 
 def run(argv: list[str]) -> int:
-    """Run the program, and return the exit status. A file or a layout that cannot be used is told in one line."""
+    """Run the program, and return the exit status. Prints one line for a file or a layout that cannot be used."""
     message = io.StringIO()  # --help, --print-config and settings that cannot be used end here, without a group
     try:
         with contextlib.ExitStack() as silent:

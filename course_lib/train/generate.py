@@ -27,7 +27,7 @@ from course_lib.expert_parallel.mixture import apply_moe
 from course_lib.single_gpu import hugging_face as dense
 from course_lib.single_gpu.data import text_tokens
 from course_lib.single_gpu.errors import one_line_message
-from course_lib.single_gpu.hf_tokenizers import load_tokenizer, special_tokens
+from course_lib.single_gpu.hf_tokenizers import has_tokenizer, load_tokenizer, special_tokens
 from course_lib.single_gpu.model import ModelConfig, Transformer
 from course_lib.train.sampling import generate_tokens
 
@@ -104,7 +104,7 @@ def from_checkpoint(folder: Path) -> tuple[Transformer, dict]:
 
 def default_codec(folder: Path, tokenizer: str | None, vocab: int) -> Codec:
     """Return a model's tokenizer: by name, the one in its folder, or bytes. Raises ValueError if it has none."""
-    if tokenizer is None and any(folder.glob("tokenizer*")):
+    if tokenizer is None and has_tokenizer(folder):
         tokenizer = str(folder)
     if tokenizer is None:
         if vocab != 256:

@@ -18,6 +18,7 @@ from course_lib.checkpoint.hugging_face import to_hf
 from course_lib.expert_parallel.mixture import describe_model
 from course_lib.five_d.layouts import Layout, check_layout
 from course_lib.single_gpu.errors import one_line_message
+from course_lib.single_gpu.hf_tokenizers import has_tokenizer
 from course_lib.train.auto_layout import choose_layout
 from course_lib.train.exports import check_checkpoints
 from course_lib.train.model import NamedModel, check_run, named_layout, named_model
@@ -56,7 +57,7 @@ def options(argv: list[str] | None = None) -> Settings:
 def use_model_tokenizer(settings: Settings) -> None:
     """Set the tokenizer of a model that from_hf names, if its folder has one and the settings name none."""
     folder = settings.model.from_hf
-    if folder and settings.tokenizer.tokenizer is None and any(Path(folder).glob("tokenizer*")):
+    if folder and settings.tokenizer.tokenizer is None and has_tokenizer(Path(folder)):
         settings.tokenizer.tokenizer = folder
 
 
