@@ -189,7 +189,7 @@ def test_a_log_that_is_a_link_is_rewritten_where_it_leads(tmp_path):
 
 
 def test_a_log_survives_a_full_disk(tmp_path, capsys):
-    """A new run has a new log, and keeps the old one. What can't be written is told of once."""
+    """A new run starts a new log and renames the old one. A write error is reported once."""
     file = tmp_path / "log.jsonl"
     file.write_text(line(1) + line(2))
     Log(log_file(str(file)), 0).add({"step": 3})
