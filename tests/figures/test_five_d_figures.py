@@ -102,6 +102,13 @@ def test_the_map_colors_the_groups_of_the_chosen_gpu():
     assert [(box.get_x() // 1, box.get_y() // 1) for box in axes.patches] == [(n % 8, n // 8) for n in range(16)]
 
 
+def test_pairs_fill_one_triangle_whatever_the_order_of_their_names():
+    mixed = {pair if pair[0] == FEATURES[0] else pair[::-1]: off for pair, off in DIFFERENCES.items()}
+    for given in (DIFFERENCES, mixed):
+        (axes,) = figures.pairs_of_techniques(given).axes
+        assert {text.get_position() for text in axes.texts} == set(itertools.combinations(range(len(FEATURES)), 2))
+
+
 def test_a_pair_is_at_its_place_and_a_large_difference_is_seen():
     (axes,) = figures.pairs_of_techniques(DIFFERENCES).axes
     shown = {

@@ -22,7 +22,7 @@ def pairs_of_techniques(differences: Mapping[tuple[str, str], float | str], limi
     names = list(dict.fromkeys(name for pair in differences for name in pair))
     figure, axes = plt.subplots(figsize=(6.2, 3.6))
     for (one, other), off in differences.items():
-        x, y = names.index(one), names.index(other)
+        x, y = sorted((names.index(one), names.index(other)))  # a pair's names may be in any order
         color = LIGHT if isinstance(off, str) else KINDS[0] if off < limit else LIMIT
         axes.add_patch(Rectangle((x - 0.47, y - 0.47), 0.94, 0.94, color=color))
         text = "none" if isinstance(off, str) else f"{off:.0e}"
